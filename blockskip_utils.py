@@ -1,0 +1,2657 @@
+# Copyright 2026 The DiT-BlockSkip authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""DiT-BlockSkip: DreamBooth LoRA for diffusion transformers with dynamic patches and skipped blocks.
+
+Everything that train_dreambooth_blockskip_flux.py and train_dreambooth_blockskip_sana.py share, in the order in which
+a run uses it. The method is arXiv 2603.20755, "Memory-Efficient Fine-Tuning Diffusion Transformers via Dynamic Patch
+Sampling and Block Skipping"; section numbers in docstrings are of that paper.
+
+    1. Refusals and arguments   the flags, and what is refused before any weight is loaded
+    2. Photos and captions      what the run learns from
+    3. Blocks                   numbering, recording residuals, skipping
+    4. Plan                     every number of a run, fixed once
+    5. Draws                    image, crop, flip, timestep and noise as a pure function of (seed, rank, index)
+    6. Residual store           draws on disk: atomic, fingerprinted, checked
+    7. Start and check          the first phase
+    8. Prompts and class images text encoders run once per distinct prompt
+    9. LoRA and trainer         adapters on the middle blocks, optimizer, learning rate
+   10. Precompute               latents and residuals of every draw
+   11. Train                    the middle blocks, from the stored draws
+   12. Checkpoints              save and resume, bit for bit
+   13. Save                     the LoRA, images, model card, hub
+   14. Report                   seconds and bytes of every phase
+   15. Memory meter             what a training step needs, without weights or GPU
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import logging
+import math
+import os
+import pathlib
+import re
+import shutil
+import sys
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import diffusers
+import numpy as np
+import psutil
+import safetensors
+import torch
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.logging import get_logger
+from accelerate.utils import ProjectConfiguration, broadcast_object_list, set_seed
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.optimization import SchedulerType, get_scheduler
+from diffusers.training_utils import (
+    cast_training_params,
+    compute_density_for_timestep_sampling,
+    compute_loss_weighting_for_sd3,
+    free_memory,
+)
+from diffusers.utils.hub_utils import MODEL_CARD_TEMPLATE_PATH, populate_model_card
+from huggingface_hub import ModelCard, ModelCardData
+from packaging.version import Version
+from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from PIL import Image, ImageOps
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from tqdm.auto import tqdm
+
+logger = get_logger(__name__)
+
+MINIMUM_VERSIONS = {"diffusers": "0.35.0", "peft": "0.17.0", "accelerate": "1.0.0", "transformers": "4.48.0"}
+LORA_FILE = "pytorch_lora_weights.safetensors"
+PATCH_SCHEDULES = ("linear", "reverse", "random", "none")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "no": torch.float32}
+
+
+# ===================================================================================================================
+# 1. Refusals and arguments
+# ===================================================================================================================
+
+
+def refuse(message: str) -> NoReturn:
+    """End the run with one plain line on stderr and exit status 1.
+
+    In a distributed run only rank 0 speaks; the other ranks, which come to the same refusal, exit without a word.
+    """
+    raise SystemExit(f"error: {message}" if int(os.environ.get("RANK", "0")) == 0 else 1)
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line, without the whole usage in front."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n" if int(os.environ.get("RANK", "0")) == 0 else None)
+
+
+def _number(kind: type, minimum: float, *, exclusive: bool = False) -> Callable[[str], Any]:
+    def parse(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if not math.isfinite(value) or value < minimum or (exclusive and value == minimum):
+            raise argparse.ArgumentTypeError(f"must be {'above' if exclusive else 'at least'} {minimum}, got {text}")
+        return value
+
+    return parse
+
+
+COUNT = _number(int, 0)
+POSITIVE = _number(int, 1)
+NOT_NEGATIVE = _number(float, 0)
+ABOVE_ZERO = _number(float, 0, exclusive=True)
+REAL = _number(float, -math.inf)
+
+
+def _switch(text: str) -> bool:
+    if text.lower() in ("true", "1", "yes"):
+        return True
+    if text.lower() in ("false", "0", "no"):
+        return False
+    raise argparse.ArgumentTypeError(f"must be true or false, got {text!r}")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, *, max_sequence_length: int) -> None:
+    """Flags that name the model and its prompts' length; `max_sequence_length` is the model's default, in tokens."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--pretrained_model_name_or_path", required=True, help="Folder or hub id of the pipeline.")
+    group.add_argument("--revision", help="Branch, tag or commit of the hub repository.")
+    group.add_argument("--variant", help="Which set of weight files to load, such as fp16.")
+    group.add_argument("--cache_dir", help="Where downloads are kept instead of the usual cache.")
+    group.add_argument(
+        "--max_sequence_length", type=POSITIVE, default=max_sequence_length, help="Text tokens a prompt is padded to."
+    )
+
+
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags that name the photos, their captions, the class images and how photos are cropped."""
+    group = parser.add_argument_group("photos and prompts")
+    group.add_argument("--instance_data_dir", help="Folder with photos of the subject.")
+    group.add_argument("--dataset_name", help="Instead of a folder: a dataset, on the hub or on disk.")
+    group.add_argument("--dataset_config_name", help="Configuration of that dataset.")
+    group.add_argument("--image_column", default="image", help="Dataset column that holds the photos.")
+    group.add_argument(
+        "--caption_column", help="Column of captions, in the dataset or in the folder's metadata.jsonl."
+    )
+    group.add_argument("--repeats", type=POSITIVE, default=1, help="How often a photo counts in an epoch.")
+    group.add_argument("--instance_prompt", help="Prompt that names the subject, and stands in for missing captions.")
+    group.add_argument(
+        "--with_prior_preservation", action="store_true", help="Train on class images beside the photos."
+    )
+    group.add_argument("--class_data_dir", help="Folder of class images; missing ones are generated into it.")
+    group.add_argument("--class_prompt", help="Prompt of the class images.")
+    group.add_argument("--num_class_images", type=POSITIVE, default=100, help="Class images wanted in the folder.")
+    group.add_argument("--prior_loss_weight", type=NOT_NEGATIVE, default=1.0, help="Weight of the class images' loss.")
+    group.add_argument("--sample_batch_size", type=POSITIVE, default=4, help="Class images generated at once.")
+    group.add_argument(
+        "--prior_generation_precision", choices=["no", "fp32", "fp16", "bf16"], help="Precision for generating them."
+    )
+    group.add_argument("--center_crop", action="store_true", help="Crop around the centre, not at a random place.")
+    group.add_argument("--random_flip", action="store_true", help="Mirror each draw with probability one half.")
+    group.add_argument(
+        "--image_interpolation_mode",
+        type=str.lower,
+        choices=[mode.name.lower() for mode in Image.Resampling],
+        default="lanczos",
+        help="Filter that resizes crops.",
+    )
+
+
+def add_blockskip_arguments(parser: argparse.ArgumentParser, *, resolution: int, patch_resolution: int) -> None:
+    """Flags of the method itself: patches, skipped blocks, residuals. Sizes are in pixels."""
+    group = parser.add_argument_group("BlockSkip")
+    group.add_argument("--skip_first", type=COUNT, default=0, metavar="N", help="Blocks skipped at the front.")
+    group.add_argument("--skip_last", type=COUNT, default=0, metavar="M", help="Blocks skipped at the back.")
+    group.add_argument(
+        "--resolution", type=POSITIVE, default=resolution, help="Short edge of a photo and side of the largest crop."
+    )
+    group.add_argument(
+        "--patch_resolution",
+        type=POSITIVE,
+        help=f"Smallest crop and side of every network input; default {patch_resolution}, or --resolution if smaller.",
+    )
+    parser.set_defaults(default_patch_resolution=patch_resolution)
+    group.add_argument(
+        "--patch_schedule",
+        choices=PATCH_SCHEDULES,
+        default="linear",
+        help="Crop side over noise: growing, shrinking, random, or always the whole square.",
+    )
+    group.add_argument(
+        "--num_draws",
+        type=POSITIVE,
+        metavar="K",
+        help="Distinct draws precomputed per period, over all processes; default: one for every sample trained on.",
+    )
+    group.add_argument(
+        "--residual_refresh_steps",
+        type=COUNT,
+        default=0,
+        metavar="P",
+        help="Make new draws and residuals every P optimizer steps, with the LoRA learnt so far; 0 means never.",
+    )
+    group.add_argument("--residual_dir", help="Where residuals lie during the run; default OUTPUT_DIR/residuals.")
+    group.add_argument("--keep_residuals", action="store_true", help="Leave the residuals on disk after the run.")
+    group.add_argument("--residual_dtype", choices=["fp32", "bf16", "fp16"], default="bf16", help="Their precision.")
+    group.add_argument("--precompute_batch_size", type=POSITIVE, default=1, help="Draws in one pass without gradient.")
+
+
+def add_training_arguments(parser: argparse.ArgumentParser, *, output_dir: str) -> None:
+    """Flags of the LoRA, the steps, precision and files of a run."""
+    group = parser.add_argument_group("LoRA")
+    group.add_argument("--rank", type=POSITIVE, default=4, help="Rank of the LoRA matrices.")
+    group.add_argument("--lora_alpha", type=ABOVE_ZERO, default=4, help="LoRA scale: alpha / rank.")
+    group.add_argument("--lora_dropout", type=NOT_NEGATIVE, default=0.0, help="Dropout on the LoRA's input.")
+    group.add_argument(
+        "--lora_layers", help="Comma-separated layer names within a block, in place of the default list."
+    )
+
+    group = parser.add_argument_group("training")
+    group.add_argument("--output_dir", default=output_dir, help="Folder for everything the run writes.")
+    group.add_argument("--seed", type=COUNT, help="Makes the run repeatable; without it one is chosen and reported.")
+    group.add_argument("--train_batch_size", type=POSITIVE, default=4, help="Samples per step and process.")
+    group.add_argument("--num_train_epochs", type=POSITIVE, help="Passes over the photos, if no step count is given.")
+    group.add_argument("--max_train_steps", type=POSITIVE, help="Optimizer steps; 500 if no epochs are given either.")
+    group.add_argument("--gradient_accumulation_steps", type=POSITIVE, default=1, help="Batches per optimizer step.")
+    group.add_argument("--gradient_checkpointing", action="store_true", help="Recompute activations: slower, smaller.")
+    group.add_argument("--dataloader_num_workers", type=COUNT, default=0, help="Processes that read stored draws.")
+    group.add_argument(
+        "--mixed_precision", choices=["no", "fp16", "bf16"], help="Default: as accelerate is configured."
+    )
+    group.add_argument("--allow_tf32", action="store_true", help="TF32 matrix products on NVIDIA cards.")
+    group.add_argument("--enable_npu_flash_attention", action="store_true", help="Flash attention of Ascend NPUs.")
+    group.add_argument(
+        "--timestep_shift",
+        type=ABOVE_ZERO,
+        help="Shift of the sigmas trained on: sigma = s u / (1 + (s - 1) u). Default: as the scheduler's config says.",
+    )
+    group.add_argument(
+        "--weighting_scheme",
+        choices=["sigma_sqrt", "logit_normal", "mode", "cosmap", "none"],
+        default="none",
+        help="Density of timesteps (logit_normal, mode) or weight of their loss (sigma_sqrt, cosmap).",
+    )
+    group.add_argument("--logit_mean", type=REAL, default=0.0, help="Mean of the logit-normal density.")
+    group.add_argument("--logit_std", type=ABOVE_ZERO, default=1.0, help="Its standard deviation.")
+    group.add_argument("--mode_scale", type=REAL, default=1.29, help="Scale of the mode density.")
+    group.add_argument("--cache_latents", action="store_true", help="Accepted; latents are always cached here.")
+    group.add_argument("--local_rank", type=int, default=-1, help="Set by older launchers; the environment decides.")
+
+
+def add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the optimizer and the learning rate."""
+    group = parser.add_argument_group("optimizer")
+    group.add_argument("--optimizer", type=str.lower, default="adamw", metavar="{adamw,prodigy}", help="Which one.")
+    group.add_argument("--use_8bit_adam", action="store_true", help="AdamW with 8-bit state, from bitsandbytes.")
+    group.add_argument("--learning_rate", type=NOT_NEGATIVE, default=1e-4, help="Peak learning rate.")
+    group.add_argument("--scale_lr", action="store_true", help="Multiply it by processes, batch and accumulation.")
+    group.add_argument(
+        "--lr_scheduler",
+        default="constant",
+        choices=[kind.value for kind in SchedulerType if kind is not SchedulerType.PIECEWISE_CONSTANT],
+        help="Shape of the learning rate over the run.",
+    )
+    group.add_argument("--lr_warmup_steps", type=COUNT, default=500, help="Optimizer steps of linear warm-up.")
+    group.add_argument("--lr_num_cycles", type=POSITIVE, default=1, help="Restarts of cosine_with_restarts.")
+    group.add_argument("--lr_power", type=ABOVE_ZERO, default=1.0, help="Power of polynomial.")
+    group.add_argument("--adam_beta1", type=NOT_NEGATIVE, default=0.9, help="First beta, of AdamW and Prodigy.")
+    group.add_argument("--adam_beta2", type=NOT_NEGATIVE, default=0.999, help="Second beta, of AdamW and Prodigy.")
+    group.add_argument("--adam_weight_decay", type=NOT_NEGATIVE, default=1e-4, help="Decay of the LoRA weights.")
+    group.add_argument(
+        "--adam_weight_decay_text_encoder",
+        type=NOT_NEGATIVE,
+        default=1e-3,
+        help="Only for text encoders, which are not trained here.",
+    )
+    group.add_argument("--adam_epsilon", type=ABOVE_ZERO, default=1e-8, help="Epsilon, of AdamW and Prodigy.")
+    group.add_argument("--prodigy_beta3", type=NOT_NEGATIVE, help="Prodigy's third beta.")
+    group.add_argument("--prodigy_decouple", type=_switch, default=True, help="Decoupled weight decay in Prodigy.")
+    group.add_argument("--prodigy_use_bias_correction", type=_switch, default=True, help="Bias correction in Prodigy.")
+    group.add_argument(
+        "--prodigy_safeguard_warmup", type=_switch, default=True, help="Keep D from growing in warm-up."
+    )
+    group.add_argument("--max_grad_norm", type=ABOVE_ZERO, default=1.0, help="Gradients are clipped to this norm.")
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of validation images, checkpoints, trackers and the hub."""
+    group = parser.add_argument_group("validation")
+    group.add_argument("--validation_prompt", help="Prompt of the images drawn during and after training.")
+    group.add_argument("--num_validation_images", type=COUNT, default=4, help="Images each time.")
+    group.add_argument("--validation_epochs", type=POSITIVE, default=50, help="Draw them every so many epochs.")
+
+    group = parser.add_argument_group("checkpoints, trackers, hub")
+    group.add_argument(
+        "--checkpointing_steps", type=POSITIVE, default=500, help="Save a checkpoint every so many steps."
+    )
+    group.add_argument("--checkpoints_total_limit", type=POSITIVE, help="Keep only so many of the newest checkpoints.")
+    group.add_argument("--resume_from_checkpoint", help="A checkpoint's path or name, or 'latest'.")
+    group.add_argument(
+        "--upcast_before_saving", action="store_true", help="Save the LoRA in fp32 in a mixed run, too."
+    )
+    group.add_argument("--logging_dir", default="logs", help="Folder for trackers, within --output_dir.")
+    group.add_argument("--report_to", default="tensorboard", help="Tracker: tensorboard, wandb, ..., all, or none.")
+    group.add_argument("--push_to_hub", action="store_true", help="Upload the LoRA and its card when done.")
+    group.add_argument("--hub_token", help="Token for that; better: log in once with `hf auth login`.")
+    group.add_argument("--hub_model_id", help="Repository to upload to; default: the output folder's name.")
+
+
+# A flag that differs from its default although nothing reads it is refused: (flags, is it read?, the remedy).
+_CONDITIONAL_FLAGS: list[tuple[tuple[str, ...], Callable[[argparse.Namespace], bool], str]] = [
+    (
+        (
+            "class_data_dir",
+            "class_prompt",
+            "num_class_images",
+            "prior_loss_weight",
+            "sample_batch_size",
+            "prior_generation_precision",
+        ),
+        lambda args: args.with_prior_preservation,
+        "add --with_prior_preservation",
+    ),
+    (
+        ("num_validation_images", "validation_epochs"),
+        lambda args: bool(args.validation_prompt),
+        "add --validation_prompt",
+    ),
+    (("dataset_config_name", "image_column"), lambda args: bool(args.dataset_name), "add --dataset_name"),
+    (
+        ("logit_mean", "logit_std"),
+        lambda args: args.weighting_scheme == "logit_normal",
+        "add --weighting_scheme logit_normal",
+    ),
+    (("mode_scale",), lambda args: args.weighting_scheme == "mode", "add --weighting_scheme mode"),
+    (
+        ("prodigy_beta3", "prodigy_decouple", "prodigy_use_bias_correction", "prodigy_safeguard_warmup"),
+        lambda args: args.optimizer == "prodigy",
+        "add --optimizer prodigy",
+    ),
+    (("use_8bit_adam",), lambda args: args.optimizer == "adamw", "use --optimizer adamw"),
+    (
+        ("lr_num_cycles",),
+        lambda args: args.lr_scheduler == "cosine_with_restarts",
+        "add --lr_scheduler cosine_with_restarts",
+    ),
+    (("lr_power",), lambda args: args.lr_scheduler == "polynomial", "add --lr_scheduler polynomial"),
+    (
+        ("lr_warmup_steps",),
+        lambda args: args.lr_scheduler != "constant" or args.lr_warmup_steps == 0,
+        "use --lr_scheduler constant_with_warmup",
+    ),
+    (
+        ("residual_dtype",),
+        lambda args: args.skip_first + args.skip_last > 0,
+        "skip blocks with --skip_first, --skip_last",
+    ),
+    (("hub_token", "hub_model_id"), lambda args: args.push_to_hub, "add --push_to_hub"),
+]
+
+
+def flag_problems(args: argparse.Namespace, family: "ModelFamily") -> Iterator[str]:
+    """Yield one plain sentence for every contradiction among the flags that shows without looking at any file."""
+    defaults = family.parser().parse_args(["--pretrained_model_name_or_path", ""])
+    for flags, is_read, remedy in _CONDITIONAL_FLAGS:
+        for flag in flags:
+            if getattr(args, flag) != getattr(defaults, flag) and not is_read(args):
+                yield f"--{flag} has no effect here: {remedy}, or leave it out"
+    yield from family.flag_problems(args, defaults)
+    yield from _size_problems(args, family.pixel_multiple)
+    if args.skip_first + args.skip_last == 0 and args.patch_schedule == "none" and args.residual_refresh_steps:
+        yield "--residual_refresh_steps has no effect here: no block is skipped and no patch is drawn, so leave it out"
+    if bool(args.instance_data_dir) == bool(args.dataset_name):
+        yield "give the photos by exactly one of --instance_data_dir and --dataset_name"
+    if not args.instance_prompt and not args.caption_column:
+        yield "--instance_prompt is missing: name the subject, for example --instance_prompt 'a photo of sks dog'"
+    if args.with_prior_preservation and not args.class_data_dir:
+        yield "--with_prior_preservation needs --class_data_dir, the folder of class images"
+    if args.with_prior_preservation and not args.class_prompt:
+        yield "--with_prior_preservation needs --class_prompt, for example --class_prompt 'a photo of a dog'"
+    if args.optimizer not in ("adamw", "prodigy"):
+        yield f"--optimizer {args.optimizer} is unknown: use adamw or prodigy"
+    if args.adam_beta1 >= 1 or args.adam_beta2 >= 1 or (args.prodigy_beta3 or 0) >= 1:
+        yield "--adam_beta1, --adam_beta2 and --prodigy_beta3 must lie below 1"
+    if args.adam_weight_decay_text_encoder != defaults.adam_weight_decay_text_encoder:
+        yield "--adam_weight_decay_text_encoder has no effect here: no text encoder is trained, so leave it out"
+    if args.lora_dropout >= 1:
+        yield f"--lora_dropout must lie below 1, got {args.lora_dropout}"
+    if args.report_to == "wandb" and args.hub_token:
+        yield "--hub_token would be stored in the wandb run: log in with `hf auth login` and leave it out"
+
+
+def _size_problems(args: argparse.Namespace, multiple: int) -> Iterator[str]:
+    for flag in ("resolution", "patch_resolution"):
+        size = getattr(args, flag)
+        if size is not None and size % multiple:
+            below, above = size // multiple * multiple, (size // multiple + 1) * multiple
+            nearest = f"{below} or {above}" if below else f"{above}"
+            yield f"--{flag} {size} is not a multiple of {multiple} pixels: the nearest is {nearest}"
+    if args.patch_resolution and args.patch_resolution > args.resolution:
+        yield (
+            f"--patch_resolution {args.patch_resolution} is above --resolution {args.resolution}: "
+            "lower the first or raise the second"
+        )
+
+
+_TRACKER_PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX"), "comet_ml": ("comet_ml",), "wandb": ("wandb",)}
+
+
+def package_problems(args: argparse.Namespace) -> Iterator[str]:
+    """Yield one plain sentence for every package that the flags need and that is missing or too old."""
+    for package, floor in MINIMUM_VERSIONS.items():
+        installed = importlib.metadata.version(package)
+        if Version(installed) < Version(floor):
+            yield f"{package} {installed} is too old: run pip install -U '{package}>={floor}'"
+    wanted = {
+        "--use_8bit_adam": (args.use_8bit_adam, ("bitsandbytes",)),
+        "--optimizer prodigy": (args.optimizer == "prodigy", ("prodigyopt",)),
+        "--enable_npu_flash_attention": (args.enable_npu_flash_attention, ("torch_npu",)),
+        "--dataset_name": (bool(args.dataset_name), ("datasets",)),
+        f"--report_to {args.report_to}": (
+            args.report_to not in ("none", "all"),
+            _TRACKER_PACKAGES.get(args.report_to, (args.report_to,)),
+        ),
+    }
+    for flag, (is_wanted, packages) in wanted.items():
+        if is_wanted and not any(importlib.util.find_spec(package) for package in packages):
+            yield f"{flag} needs the package {packages[0]}, which is not installed: run pip install {packages[0]}"
+
+
+# ===================================================================================================================
+# 2. Photos and captions
+# ===================================================================================================================
+
+PHOTO_SUFFIXES = frozenset({".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Photo:
+    """One photo that has been decoded once and found whole.
+
+    Attributes:
+        name: File name, or "row N" of a dataset.
+        caption: The prompt it is trained with.
+        width, height: Pixels, upright (after EXIF rotation).
+        digest: SHA-256 of the file, or of a dataset row's pixels.
+        source: What `PIL.Image.open` takes, or a function that returns a PIL image.
+    """
+
+    name: str
+    caption: str
+    width: int
+    height: int
+    digest: str
+    source: pathlib.Path | Callable[[], Image.Image]
+
+    def load(self) -> Image.Image:
+        """The upright photo in RGB."""
+        return _upright_rgb(self.source() if callable(self.source) else Image.open(self.source))
+
+
+def _upright_rgb(image: Image.Image) -> Image.Image:
+    """Turn a photo as its EXIF data says and bring it to 8-bit RGB; transparent areas become white."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I") or image.mode == "F":
+        values = np.asarray(image, dtype=np.float64)
+        image = Image.fromarray((values / (257 if values.max(initial=0) > 255 else 1)).clip(0, 255).astype(np.uint8))
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+def _examine(name: str, caption: str, source: pathlib.Path | Callable, where: str) -> Photo:
+    """Decode a photo once, so that a damaged one is refused now and not in the middle of the run."""
+    try:
+        image = _upright_rgb(source() if callable(source) else Image.open(source))
+    except Exception as problem:  # decoders raise OSError, ValueError, SyntaxError, struct.error, ...
+        reason = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
+        refuse(f"{where}: {name} cannot be read as an image ({reason}): repair or remove it")
+    data = image.tobytes() if callable(source) else source.read_bytes()
+    return Photo(name, caption, *image.size, hashlib.sha256(data).hexdigest(), source)
+
+
+def find_photos(folder: str, flag: str) -> list[pathlib.Path]:
+    """The image files of a folder, sorted by name; everything else in it is named once in the log.
+
+    A file counts as an image by its suffix and if it is not empty; hidden files do not count.
+    """
+    path = pathlib.Path(folder)
+    if not path.is_dir():
+        refuse(f"{flag} {folder} is not a folder")
+    entries = sorted(path.iterdir())
+    is_photo = [
+        entry.is_file()
+        and entry.suffix.lower() in PHOTO_SUFFIXES
+        and not entry.name.startswith(".")
+        and entry.stat().st_size > 0
+        for entry in entries
+    ]
+    passed_over = [
+        e.name for e, photo in zip(entries, is_photo, strict=True) if not photo and "metadata" not in e.stem
+    ]
+    if passed_over:
+        logger.info(f"{flag} {folder}: passed over what is no image: {', '.join(passed_over)}")
+    return [entry for entry, photo in zip(entries, is_photo, strict=True) if photo]
+
+
+def _folder_captions(args: argparse.Namespace) -> Mapping[str, Any]:
+    """Captions by file name, from metadata.jsonl in the folder of photos."""
+    metadata = pathlib.Path(args.instance_data_dir) / "metadata.jsonl"
+    if not args.caption_column:
+        if metadata.exists():
+            logger.info(f"{metadata} is not read: its captions are used with --caption_column")
+        return {}
+    if not metadata.is_file():
+        refuse(
+            f"--caption_column {args.caption_column} needs {metadata}, a line of JSON per photo, which is not there"
+        )
+    captions = {}
+    for number, line in enumerate(metadata.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            name = row["file_name"]
+        except (ValueError, KeyError, TypeError):
+            refuse(f"{metadata}: line {number} is not a JSON object with a file_name")
+        if args.caption_column not in row:
+            refuse(
+                f"{metadata}: line {number} has no {args.caption_column!r}, the --caption_column; it has {list(row)}"
+            )
+        captions[name] = row[args.caption_column]
+    return captions
+
+
+def _caption(value: Any, args: argparse.Namespace, where: str) -> str:
+    """A caption as text; an empty one gives way to the instance prompt."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        if not args.instance_prompt:
+            refuse(f"{where} has no caption: write one, or give --instance_prompt to stand in for it")
+        return args.instance_prompt
+    if not isinstance(value, str):
+        refuse(f"{where} has a caption that is no text but {type(value).__name__}: {value!r}")
+    return value
+
+
+def _folder_photos(args: argparse.Namespace) -> list[Photo]:
+    flag = "--instance_data_dir"
+    paths = find_photos(args.instance_data_dir, flag)
+    captions = _folder_captions(args)
+    absent = sorted(set(captions) - {path.name for path in paths})
+    if absent:
+        refuse(f"{args.instance_data_dir}/metadata.jsonl names {absent[0]}, which is no photo in that folder")
+    where = f"{flag} {args.instance_data_dir}"
+    return [
+        _examine(path.name, _caption(captions.get(path.name), args, f"{where}: {path.name}"), path, where)
+        for path in paths
+    ]
+
+
+def _dataset_photos(args: argparse.Namespace) -> list[Photo]:
+    from datasets import load_dataset  # takes a second to import, and most runs read a folder
+
+    where = f"--dataset_name {args.dataset_name}"
+    try:
+        dataset = load_dataset(args.dataset_name, args.dataset_config_name, cache_dir=args.cache_dir)
+    except Exception as problem:
+        refuse(f"{where} cannot be loaded: {str(problem).splitlines()[0] if str(problem) else type(problem).__name__}")
+    if "train" not in dataset:
+        refuse(f"{where} has no split 'train', only {', '.join(dataset)}")
+    rows = dataset["train"]
+    for flag, column in (("--image_column", args.image_column), ("--caption_column", args.caption_column)):
+        if column and column not in rows.column_names:
+            refuse(f"{flag} {column} is not in {args.dataset_name}, which has {', '.join(rows.column_names)}")
+    captions = rows[args.caption_column] if args.caption_column else [None] * len(rows)
+    return [
+        _examine(
+            f"row {index}",
+            _caption(caption, args, f"{where}: row {index}"),
+            lambda index=index: rows[index][args.image_column],
+            where,
+        )
+        for index, caption in enumerate(captions)
+    ]
+
+
+def load_photos(args: argparse.Namespace) -> list[Photo]:
+    """The photos of the subject with their captions, each decoded once; refuses what cannot be trained on."""
+    photos = _dataset_photos(args) if args.dataset_name else _folder_photos(args)
+    if not photos:
+        refuse(
+            f"{args.dataset_name or args.instance_data_dir} holds no image: put some there "
+            f"({', '.join(sorted(PHOTO_SUFFIXES))})"
+        )
+    return photos
+
+
+def load_class_photos(args: argparse.Namespace) -> list[Photo]:
+    """The class images of prior preservation that are there so far, all with the class prompt."""
+    if not args.with_prior_preservation or not os.path.isdir(args.class_data_dir):
+        return []
+    paths = find_photos(args.class_data_dir, "--class_data_dir")
+    return [_examine(path.name, args.class_prompt, path, f"--class_data_dir {args.class_data_dir}") for path in paths]
+
+
+def crop_photo(photo: Photo, draw: "Draw", args: argparse.Namespace, size: int) -> torch.Tensor:
+    """Cut a draw's square from its photo and resize it in one step (section 3.1).
+
+    Args:
+        photo: The photo; its short edge stands for `args.resolution` pixels.
+        draw: Says the side and place of the crop in that scale, and whether it is mirrored.
+        args: `resolution` and `image_interpolation_mode` are read.
+        size: Side of the result in pixels.
+
+    Returns:
+        Tensor (3, size, size), float32 in [-1, 1].
+    """
+    scale = min(photo.width, photo.height) / args.resolution
+    side = draw.patch_size * scale
+    left, top = draw.left * (photo.width - side), draw.top * (photo.height - side)
+    image = photo.load().resize(
+        (size, size),
+        resample=Image.Resampling[args.image_interpolation_mode.upper()],
+        box=(left, top, min(left + side, photo.width), min(top + side, photo.height)),
+    )
+    if draw.flip:
+        image = ImageOps.mirror(image)
+    pixels = torch.from_numpy(np.array(image, dtype=np.float32)) / 127.5 - 1  # (size, size, 3)
+    return pixels.permute(2, 0, 1).contiguous()  # (3, size, size)
+
+
+# ===================================================================================================================
+# 3. Blocks: numbering, recording residuals, skipping
+# ===================================================================================================================
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockLayout:
+    """How a transformer class holds its blocks.
+
+    Attributes:
+        stacks: Names of its ModuleLists of blocks, in the order in which data passes them.
+        returns: The streams that a block returns, in that order.
+        text_only: Layers of a block that act on nothing but its text output. The output layer reads only image
+            tokens, so in the last trained block a LoRA on them would get no gradient.
+    """
+
+    stacks: tuple[str, ...]
+    returns: tuple[str, ...]
+    text_only: tuple[str, ...]
+
+
+LAYOUTS = {
+    "FluxTransformer2DModel": BlockLayout(
+        stacks=("transformer_blocks", "single_transformer_blocks"),
+        returns=("encoder_hidden_states", "hidden_states"),
+        text_only=("attn.add_q_proj", "attn.to_add_out", "ff_context"),
+    ),
+    "SanaTransformer2DModel": BlockLayout(stacks=("transformer_blocks",), returns=("hidden_states",), text_only=()),
+}
+
+
+def block_layout(transformer: nn.Module) -> BlockLayout:
+    """The layout of a transformer's class; TypeError for a class that is not known."""
+    for cls in type(transformer).__mro__:
+        if cls.__name__ in LAYOUTS:
+            return LAYOUTS[cls.__name__]
+    raise TypeError(f"{type(transformer).__name__} is not one of {', '.join(LAYOUTS)}")
+
+
+def named_blocks(transformer: nn.Module) -> dict[str, nn.Module]:
+    """All blocks by their name in the transformer, such as "transformer_blocks.0", in data order."""
+    return {
+        f"{stack}.{index}": block
+        for stack in block_layout(transformer).stacks
+        for index, block in enumerate(getattr(transformer, stack))
+    }
+
+
+def check_skip_counts(depth: int, skip_first: int, skip_last: int) -> None:
+    """ValueError unless both counts are non-negative and leave at least one of `depth` blocks to train."""
+    if skip_first < 0 or skip_last < 0 or skip_first + skip_last >= depth:
+        raise ValueError(
+            f"skip_first {skip_first} and skip_last {skip_last} must not be negative, and their sum must be below the "
+            f"depth of {depth} blocks"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Span:
+    """Consecutive skipped blocks, replaced by one residual per stream that is still needed behind them."""
+
+    name: str  # "first" or "last"
+    blocks: tuple[str, ...]
+    streams: tuple[str, ...]
+
+    def key(self, stream: str) -> str:
+        return f"{self.name}.{stream}"
+
+
+def _skipped_spans(transformer: nn.Module, skip_first: int, skip_last: int) -> list[_Span]:
+    layout, names = block_layout(transformer), list(named_blocks(transformer))
+    check_skip_counts(len(names), skip_first, skip_last)
+    spans = [
+        _Span("first", tuple(names[:skip_first]), layout.returns),
+        _Span("last", tuple(names[len(names) - skip_last :]), ("hidden_states",)),  # the output layer reads no text
+    ]
+    return [span for span in spans if span.blocks]
+
+
+def _inputs(block: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """A block's inputs by name; models call blocks by keyword, or by position under gradient checkpointing."""
+    return inspect.signature(block.forward).bind(*args, **kwargs).arguments
+
+
+class ResidualRecording:
+    """What `record_residuals` yields; `residuals` holds those of the latest forward pass."""
+
+    def __init__(self) -> None:
+        self.residuals: dict[str, torch.Tensor] = {}
+        self._entering: dict[str, torch.Tensor] = {}
+
+    def _enter(self, span: _Span, block: nn.Module, args: tuple, kwargs: dict) -> None:
+        inputs = _inputs(block, args, kwargs)
+        for stream in span.streams:
+            self._entering[span.key(stream)] = inputs[stream].detach()
+
+    def _leave(self, span: _Span, layout: BlockLayout, outputs: torch.Tensor | tuple) -> None:
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        for stream, output in zip(layout.returns, outputs, strict=True):
+            if stream in span.streams:
+                entering = self._entering.pop(span.key(stream))
+                self.residuals[span.key(stream)] = (output.detach().float() - entering.float()).to(output.dtype)
+
+
+@contextlib.contextmanager
+def record_residuals(transformer: nn.Module, skip_first: int, skip_last: int) -> Iterator[ResidualRecording]:
+    """Record what the first `skip_first` and last `skip_last` blocks add to the streams that pass them (section 3.2).
+
+    Within the context every forward pass of the full transformer fills `.residuals`: output of a span of blocks minus
+    its input, as "first.hidden_states" and, where blocks carry a text stream, "first.encoder_hidden_states" (B,
+    tokens, width); "last.hidden_states" for the span at the end. A span of no blocks has no entry. Nothing else about
+    the model changes.
+
+    Raises:
+        ValueError: The counts leave no block to train; the message names the depth.
+        RuntimeError: Blocks of the transformer are skipped at the moment.
+    """
+    if any(isinstance(block, _SkippedBlock) for block in named_blocks(transformer).values()):
+        raise RuntimeError("residuals come from the full model: call restore() on the handle of skip_blocks first")
+    recording, layout, blocks = ResidualRecording(), block_layout(transformer), named_blocks(transformer)
+    hooks = []
+    try:
+        for span in _skipped_spans(transformer, skip_first, skip_last):
+
+            def enter(block, args, kwargs, span=span):
+                recording._enter(span, block, args, kwargs)
+
+            def leave(block, args, outputs, span=span):
+                recording._leave(span, layout, outputs)
+
+            hooks.append(blocks[span.blocks[0]].register_forward_pre_hook(enter, with_kwargs=True))
+            hooks.append(blocks[span.blocks[-1]].register_forward_hook(leave))
+        yield recording
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _SkippedBlock(nn.Module):
+    """Stands where a skipped block stood: the first of a span adds the residuals, the others pass data through."""
+
+    def __init__(self, original: nn.Module, layout: BlockLayout, handle: "SkipHandle", span: _Span | None) -> None:
+        super().__init__()
+        self._signature = inspect.signature(original.forward)
+        self._layout, self._handle, self._span = layout, handle, span
+
+    def forward(self, *args, **kwargs):
+        inputs = self._signature.bind(*args, **kwargs).arguments
+        outputs = tuple(self._pass(stream, inputs[stream]) for stream in self._layout.returns)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def _pass(self, stream: str, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self._span is None or stream not in self._span.streams:
+            return hidden_states
+        residual = self._handle.residual(self._span.key(stream))
+        if residual.shape != hidden_states.shape:
+            raise ValueError(
+                f"residual {self._span.key(stream)} has shape {tuple(residual.shape)}, "
+                f"the model's stream {tuple(hidden_states.shape)}"
+            )
+        return hidden_states + residual.to(hidden_states)
+
+
+def _to_host(block: nn.Module) -> nn.Module:
+    """Move a block to host memory; one without data, on the meta device, stays there."""
+    return block if any(parameter.is_meta for parameter in block.parameters()) else block.to("cpu")
+
+
+class SkipHandle:
+    """Holds the blocks that `skip_blocks` took out, and the residuals that stand in for them."""
+
+    def __init__(self, transformer: nn.Module, skip_first: int, skip_last: int) -> None:
+        self._transformer = transformer
+        self._spans = _skipped_spans(transformer, skip_first, skip_last)
+        self._names = tuple(name for span in self._spans for name in span.blocks)
+        self._originals: dict[str, nn.Module] | None = {}
+        self._residuals: dict[str, torch.Tensor] = {}
+        self.keys = tuple(span.key(stream) for span in self._spans for stream in span.streams)
+        self.skip()
+
+    def __enter__(self) -> "SkipHandle":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.restore()
+
+    def skip(self) -> None:
+        """Take the blocks out, after a `restore()`; their weights wait in host memory."""
+        if self._originals or not self._names:
+            return
+        if self._originals is None:
+            raise RuntimeError("the skipped blocks were discarded")
+        layout, blocks = block_layout(self._transformer), named_blocks(self._transformer)
+        if any(isinstance(blocks[name], _SkippedBlock) for name in self._names):
+            raise RuntimeError("these blocks are skipped already: call restore() on the first handle")
+        for span in self._spans:
+            for name in span.blocks:
+                self._originals[name] = _to_host(blocks[name])
+                self._put(name, _SkippedBlock(blocks[name], layout, self, span if name == span.blocks[0] else None))
+
+    def set_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        """Give the residuals of the next forward pass, as `record_residuals` named them, with the batch's rows.
+
+        They are kept until the next call, since gradient checkpointing reads them again in the backward pass.
+        ValueError if names are missing or unknown.
+        """
+        if set(residuals) != set(self.keys):
+            raise ValueError(f"residuals wanted: {sorted(self.keys)}, given: {sorted(residuals)}")
+        self._residuals = dict(residuals)
+
+    def residual(self, key: str) -> torch.Tensor:
+        """One of the residuals set; RuntimeError if none were."""
+        if key not in self._residuals:
+            raise RuntimeError("call set_residuals(...) before the forward pass of a model with skipped blocks")
+        return self._residuals[key]
+
+    def restore(self) -> None:
+        """Put the original blocks back, on the device where the rest of the model is now, if they are not there."""
+        if self._originals is None:
+            raise RuntimeError("the skipped blocks were discarded: load the model again")
+        device = next(self._transformer.parameters()).device
+        for name, block in self._originals.items():
+            self._put(name, block.to(device))
+        self._originals, self._residuals = {}, {}
+
+    def discard(self) -> None:
+        """Give up the skipped blocks for good, so that their memory is free; `restore()` is refused from then on."""
+        self._originals = None
+
+    def _put(self, name: str, block: nn.Module) -> None:
+        stack, index = name.rsplit(".", 1)
+        self._transformer.get_submodule(stack)[int(index)] = block
+
+
+def skip_blocks(transformer: nn.Module, skip_first: int, skip_last: int) -> SkipHandle:
+    """Take the first and last blocks out of a transformer and let stored residuals stand in for them (section 3.2).
+
+    The skipped blocks' weights leave the module (they wait in host memory, in the handle); the indices of the other
+    blocks, and with them the names of parameters and LoRA layers, stay. Call `set_residuals` on the handle before
+    each forward pass, and `restore()` to have the full model back; the handle is a context manager that does so. Add
+    LoRA adapters while all blocks
+    stand: peft shortens names to what tells them apart among the modules present.
+
+    Raises:
+        ValueError: The counts leave no block to train; the message names the depth.
+        RuntimeError: Blocks are skipped already.
+    """
+    return SkipHandle(transformer, skip_first, skip_last)
+
+
+def lora_target_names(transformer: nn.Module, skip_first: int, skip_last: int, layers: Iterable[str]) -> list[str]:
+    """Full names of the layers that get a LoRA: those named in `layers`, in trained blocks, where a gradient reaches
+    them.
+
+    Args:
+        transformer: With all its blocks; may be on the meta device.
+        layers: Names such as "attn.to_q", matched at the end of a layer's name from a dot on, or full names.
+
+    Raises:
+        ValueError: A name matches no layer, or none that can be trained; the message says which.
+    """
+    layout, names = block_layout(transformer), list(named_blocks(transformer))
+    check_skip_counts(len(names), skip_first, skip_last)
+    middle = names[skip_first : len(names) - skip_last]
+    matched = {layer: [] for layer in layers}
+    anywhere = set()
+    for name, module in transformer.named_modules():
+        hits = [layer for layer in matched if name == layer or name.endswith(f".{layer}")]
+        if not hits or not isinstance(module, nn.Linear | nn.Conv2d):
+            continue
+        anywhere.update(hits)
+        block = next((block for block in middle if name.startswith(f"{block}.")), None)
+        inner = name[len(block) + 1 :] if block else ""
+        if block and not (block == middle[-1] and any(f"{inner}.".startswith(f"{t}.") for t in layout.text_only)):
+            for layer in hits:
+                matched[layer].append(name)
+    if unknown := [layer for layer in matched if layer not in anywhere]:
+        raise ValueError(f"no layer of the transformer is called {', '.join(unknown)}")
+    targets = sorted({name for found in matched.values() for name in found})
+    if not targets:
+        raise ValueError(f"none of {', '.join(matched)} is in the trained blocks {middle[0]} to {middle[-1]}")
+    return targets
+
+
+# ===================================================================================================================
+# 4. Plan: every number of a run, fixed once
+# ===================================================================================================================
+
+
+@dataclasses.dataclass(frozen=True)
+class Period:
+    """A stretch of optimizer steps that trains on one set of draws; a run without refresh is one period.
+
+    Attributes:
+        number: Counted from 0.
+        start_step, end_step: Optimizer steps done before and after it.
+    """
+
+    number: int
+    start_step: int
+    end_step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a run will do, in numbers. Made once in the check phase, saved in the report and in every checkpoint.
+
+    Attributes:
+        depth: Blocks of the transformer, over all stacks.
+        skip_source: Where the skip counts came from.
+        resolution, patch_resolution, pixel_multiple: Pixels.
+        samples_per_epoch: Photos times repeats.
+        num_processes, batch_size, accumulation: One optimizer step trains on their product of samples.
+        period_steps: Optimizer steps before draws and residuals are made anew; `max_steps` without refresh.
+        num_draws: Distinct draws per period, over all processes.
+        bytes_per_draw: Size on disk of a sample's stored draw (of both, with prior preservation).
+        lora_targets: Full names of the layers that get a LoRA.
+    """
+
+    model: str
+    depth: int
+    skip_first: int
+    skip_last: int
+    skip_source: str
+    resolution: int
+    patch_resolution: int
+    pixel_multiple: int
+    patch_schedule: str
+    seed: int
+    num_processes: int
+    batch_size: int
+    accumulation: int
+    samples_per_epoch: int
+    max_steps: int
+    period_steps: int
+    num_draws: int
+    bytes_per_draw: int
+    lora_targets: tuple[str, ...]
+
+    @property
+    def skips_blocks(self) -> bool:
+        return self.skip_first + self.skip_last > 0
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in which every photo has been seen `repeats` times, as the official scripts count them."""
+        return _steps_per_epoch(self.samples_per_epoch, self.num_processes, self.batch_size, self.accumulation)
+
+    @property
+    def residual_bytes(self) -> int:
+        """What the draws of one period take on disk, over all processes."""
+        return self.num_draws * self.bytes_per_draw
+
+    def draws_of_rank(self, rank: int) -> int:
+        """Distinct draws per period that a process makes and trains on."""
+        return len(range(rank, self.num_draws, self.num_processes))
+
+    def periods(self, start_step: int = 0) -> Iterator[Period]:
+        """The periods that still have steps to do after `start_step`."""
+        for number in range(start_step // self.period_steps, -(-self.max_steps // self.period_steps)):
+            yield Period(number, number * self.period_steps, min((number + 1) * self.period_steps, self.max_steps))
+
+    def describe(self) -> str:
+        """The plan in one line for the log."""
+        trained = self.depth - self.skip_first - self.skip_last
+        blocks = (
+            f"trains {trained} of {self.depth} blocks, skips the first {self.skip_first} and last {self.skip_last} "
+            f"({self.skip_source})"
+            if self.skips_blocks
+            else f"skips no block and trains all {self.depth} (--skip_first, --skip_last choose otherwise)"
+        )
+        crops = (
+            "whole squares"
+            if self.patch_schedule == "none"
+            else f"{self.patch_schedule} crops of {self.patch_resolution} to {self.resolution} px"
+        )
+        samples = self.num_processes * self.batch_size * self.accumulation
+        return (
+            f"{self.model} {blocks}; {crops}, trained on at {self.patch_resolution} px; {self.max_steps} steps of "
+            f"{samples} samples; {self.num_draws} draws per period of {self.period_steps} steps take "
+            f"{self.residual_bytes / 2**30:.2f} GiB on disk; seed {self.seed}"
+        )
+
+
+def _steps_per_epoch(samples: int, num_processes: int, batch_size: int, accumulation: int) -> int:
+    return math.ceil(math.ceil(samples / (num_processes * batch_size)) / accumulation)
+
+
+# ===================================================================================================================
+# 5. Draws: image, crop, flip, timestep and noise as a pure function of (seed, rank, index)
+# ===================================================================================================================
+
+
+def patch_size(
+    sigma: float,
+    min_size: int,
+    max_size: int,
+    multiple: int,
+    schedule: str = "linear",
+    generator: torch.Generator | None = None,
+) -> int:
+    """Side of the crop for a noise level: large at high noise, small at low noise (section 3.1).
+
+    Args:
+        sigma: Noise level in [0, 1]; 1 is pure noise.
+        min_size, max_size: Pixels, both multiples of `multiple`.
+        multiple: The side is rounded to the nearest multiple of so many pixels.
+        schedule: "linear" grows from min_size to max_size with sigma, "reverse" shrinks, "random" does not look at
+            sigma, "none" is always the whole square, max_size.
+        generator: Source of "random"; by default torch's own.
+
+    Returns:
+        Pixels, in the scale in which the photo's short edge is `max_size`.
+
+    Raises:
+        ValueError: sigma, the sizes or the schedule are outside of these.
+    """
+    if not 0 <= sigma <= 1:
+        raise ValueError(f"sigma must lie in [0, 1], got {sigma}")
+    if not 0 < min_size <= max_size or min_size % multiple or max_size % multiple:
+        raise ValueError(f"sizes must be multiples of {multiple} with 0 < min <= max, got {min_size} and {max_size}")
+    if schedule not in PATCH_SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(PATCH_SCHEDULES)}, got {schedule!r}")
+    if schedule == "none":
+        return max_size
+    if schedule == "random":
+        sigma = torch.rand((), generator=generator).item()
+    share = 1 - sigma if schedule == "reverse" else sigma
+    size = min_size + share * (max_size - min_size)
+    return math.floor(size / multiple + 0.5) * multiple
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """One noisy training example: which photo, which part of it, at which noise level.
+
+    Attributes:
+        key: "seed/rank/index/kind", from which all its randomness comes.
+        name: File name of its stored tensors, without suffix.
+        kind: "instance" or "class".
+        photo: Index among the photos of its kind.
+        prompt: What the photo is trained with.
+        timestep: In (0, 1000], as the transformer's scheduler counts.
+        sigma: Noise level in (0, 1], of the same entry of the scheduler's table.
+        patch_size: Side of the crop in pixels, in the scale in which the photo's short edge is `--resolution`.
+        left, top: Place of the crop, as a share in [0, 1] of the room there is.
+        flip: Whether the crop is mirrored.
+        weight: Weight of its loss.
+    """
+
+    key: str
+    name: str
+    kind: str
+    photo: int
+    prompt: str
+    timestep: float
+    sigma: float
+    patch_size: int
+    left: float
+    top: float
+    flip: bool
+    weight: float
+
+    def generator(self, purpose: str) -> torch.Generator:
+        """A CPU generator for one of the draw's random tensors; the same tensors come from it in every run."""
+        return keyed_generator(self.key, purpose)
+
+    def noise(self, shape: Iterable[int]) -> torch.Tensor:
+        """The draw's noise, float32 on the CPU."""
+        return torch.randn(tuple(shape), generator=self.generator("noise"))
+
+
+def keyed_generator(*key: Any) -> torch.Generator:
+    """A CPU generator seeded by a hash of its key, so that neighbouring keys have nothing in common."""
+    digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def shuffled(count: int, *key: Any) -> list[int]:
+    """The numbers below `count` in an order that depends on nothing but the key."""
+    return torch.randperm(count, generator=keyed_generator(*key)).tolist()
+
+
+class DrawSource:
+    """Makes the draws of one process, each a pure function of (seed, rank, index)."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        plan: Plan,
+        photos: list[Photo],
+        class_photos: list[Photo],
+        scheduler: FlowMatchEulerDiscreteScheduler,
+        rank: int,
+    ) -> None:
+        self.args, self.plan, self.rank = args, plan, rank
+        self.photos = {"instance": photos, "class": class_photos}
+        self.kinds = ("instance", "class") if class_photos else ("instance",)
+        self.timesteps, self.sigmas = scheduler.timesteps.tolist(), scheduler.sigmas.tolist()
+
+    def sample(self, index: int) -> tuple[Draw, ...]:
+        """The draws trained on as one sample: the photo's, and with prior preservation a class image's."""
+        return tuple(self._draw(kind, index) for kind in self.kinds)
+
+    def photo(self, draw: Draw) -> Photo:
+        return self.photos[draw.kind][draw.photo]
+
+    def _draw(self, kind: str, index: int) -> Draw:
+        args, plan = self.args, self.plan
+        key = f"{plan.seed}/{self.rank}/{index}/{kind}"
+        generator = keyed_generator(key, "draw")
+        entry = self._table_entry(generator)  # the timestep is drawn before the crop, whose size depends on it
+        sigma = self.sigmas[entry]
+        size = patch_size(
+            sigma, plan.patch_resolution, plan.resolution, plan.pixel_multiple, plan.patch_schedule, generator
+        )
+        left, top, coin = torch.rand(3, generator=generator).tolist()
+        photo = self._photo_index(kind, index)
+        return Draw(
+            key=key,
+            name=f"rank{self.rank}-{index:06d}-{kind}",
+            kind=kind,
+            photo=photo,
+            prompt=self.photos[kind][photo].caption,
+            timestep=self.timesteps[entry],
+            sigma=sigma,
+            patch_size=size,
+            left=0.5 if args.center_crop else left,
+            top=0.5 if args.center_crop else top,
+            flip=args.random_flip and coin < 0.5,
+            weight=1.0 if kind == "instance" else args.prior_loss_weight,
+        )
+
+    def _table_entry(self, generator: torch.Generator) -> int:
+        args = self.args
+        u = compute_density_for_timestep_sampling(
+            args.weighting_scheme, 1, args.logit_mean, args.logit_std, args.mode_scale, generator=generator
+        ).item()
+        return min(max(int(u * len(self.timesteps)), 0), len(self.timesteps) - 1)
+
+    def _photo_index(self, kind: str, index: int) -> int:
+        """Deal the photos out over all processes: each one comes once in an epoch, in a new order every epoch."""
+        count = len(self.photos[kind]) * (self.args.repeats if kind == "instance" else 1)
+        epoch, place = divmod(index * self.plan.num_processes + self.rank, count)
+        return shuffled(count, self.plan.seed, "photos", kind, epoch)[place] % len(self.photos[kind])
+
+    def indices(self, period: Period) -> range:
+        """The indices of this process's distinct draws in a period."""
+        count = self.plan.draws_of_rank(self.rank)
+        return range(period.number * count, (period.number + 1) * count)
+
+    def index_at(self, period: Period, position: int) -> int:
+        """The draw that the position-th sample of a period trains on: all once, then all again in a new order."""
+        indices = self.indices(period)
+        turn, place = divmod(position, len(indices))
+        if turn:
+            place = shuffled(len(indices), self.plan.seed, "replay", self.rank, period.number, turn)[place]
+        return indices[place]
+
+
+# ===================================================================================================================
+# 6. Residual store: draws on disk, atomic, fingerprinted, checked
+# ===================================================================================================================
+
+MANIFEST = "manifest.json"
+PERIOD_LORA = "lora.safetensors"
+_OWN_FILES = re.compile(r"(rank\d+-\d+-(instance|class)\.safetensors|manifest\.json|lora\.safetensors)(\.partial)?")
+
+
+class DamagedResidual(Exception):
+    """A stored draw that is cut short, altered, or of another draw."""
+
+
+def write_atomically(path: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
+    """Let `write` fill a file beside `path`, then give it that name: a file of that name is always whole."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        write(partial)
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _checksum(tensors: Mapping[str, torch.Tensor]) -> str:
+    crc = 0
+    for name in sorted(tensors):
+        crc = zlib.crc32(
+            tensors[name].contiguous().flatten().view(torch.uint8).numpy(), zlib.crc32(name.encode(), crc)
+        )
+    return f"{crc:08x}"
+
+
+class ResidualStore:
+    """The stored draws of a run: one safetensors file each, with a checksum and the draw that it belongs to."""
+
+    def __init__(self, folder: pathlib.Path, dtype: torch.dtype) -> None:
+        self.folder, self.dtype = folder, dtype
+
+    def path(self, draw: Draw) -> pathlib.Path:
+        return self.folder / f"{draw.name}.safetensors"
+
+    def write(self, draw: Draw, latents: torch.Tensor, residuals: Mapping[str, torch.Tensor]) -> None:
+        """Store a draw's latents (C, h, w), in fp32, and residuals (tokens, width), in the store's dtype.
+
+        ValueError if a residual does not fit the dtype's range.
+        """
+        tensors = {"latents": latents.float().cpu().contiguous()}
+        for key, residual in residuals.items():
+            tensors[key] = residual.to(self.dtype).cpu().contiguous()
+            if not torch.isfinite(tensors[key]).all():
+                reason = "is not finite" if not torch.isfinite(residual).all() else f"overflows {self.dtype}"
+                raise ValueError(f"the residual {key} {reason}: use --residual_dtype bf16, or a higher precision")
+        metadata = {"checksum": _checksum(tensors), "draw": repr(draw)}
+        write_atomically(self.path(draw), lambda path: save_file(tensors, path, metadata=metadata))
+
+    def read(self, draw: Draw) -> dict[str, torch.Tensor]:
+        """The tensors of a draw; DamagedResidual if the file is missing, altered, or belongs to another draw."""
+        path = self.path(draw)
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                metadata = file.metadata()
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+        except (OSError, safetensors.SafetensorError) as problem:
+            raise DamagedResidual(f"{path} cannot be read: {problem}") from None
+        if metadata.get("draw") != repr(draw):
+            raise DamagedResidual(f"{path} belongs to another draw")
+        if metadata.get("checksum") != _checksum(tensors):
+            raise DamagedResidual(f"{path} was altered since it was written")
+        return tensors
+
+    def holds(self, draw: Draw) -> bool:
+        """Whether a draw is there and whole; a damaged one is named in the log and will be made again."""
+        if not self.path(draw).exists():
+            return False
+        try:
+            self.read(draw)
+        except DamagedResidual as problem:
+            logger.warning(f"{problem}; it is made again", main_process_only=False)
+            return False
+        return True
+
+    def manifest(self) -> dict[str, Any] | None:
+        """The manifest of the draws in the folder; None if there is none. DamagedResidual if it cannot be read."""
+        path = self.folder / MANIFEST
+        if not path.exists():
+            return None
+        try:
+            return json.loads(path.read_text())
+        except ValueError:
+            raise DamagedResidual(f"{path} cannot be read") from None
+
+    def begin(self, fingerprint: Mapping[str, Any]) -> None:
+        """Make the folder ready for draws of this fingerprint; those of another one, and half-written files, go."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        manifest = self.manifest()
+        keep = manifest is not None and manifest["fingerprint"] == fingerprint
+        for path in self._own_files():
+            if not keep or path.suffix == ".partial":
+                path.unlink()
+        if not keep:
+            text = json.dumps({"fingerprint": fingerprint}, indent=2)
+            write_atomically(self.folder / MANIFEST, lambda path: path.write_text(text))
+
+    def remove(self) -> None:
+        """Delete what the run stored, and the folder if nothing else is in it."""
+        for path in self._own_files():
+            path.unlink()
+        if self.folder.is_dir() and not any(self.folder.iterdir()):
+            self.folder.rmdir()
+
+    def _own_files(self) -> list[pathlib.Path]:
+        if not self.folder.is_dir():
+            return []
+        own = (path for path in self.folder.iterdir() if _OWN_FILES.fullmatch(path.name))
+        return sorted(own, key=lambda path: (path.name == MANIFEST, path.name))  # what says whose they are goes last
+
+
+def weights_digest(folder: str) -> str:
+    """A digest of a pipeline's weights and configuration that takes a moment even for 30 GB.
+
+    Every configuration file counts whole; of a safetensors file the header and the first 4 KiB of each tensor; of any
+    other weights file its size and first MiB.
+    """
+    digest = hashlib.sha256()
+    root = pathlib.Path(folder)
+    for path in sorted(p for p in root.rglob("*") if p.is_file() and len(p.relative_to(root).parts) <= 2):
+        if path.suffix not in (".json", ".safetensors", ".bin", ".model", ".txt"):
+            continue
+        digest.update(f"{path.relative_to(root)} {path.stat().st_size}\n".encode())
+        with path.open("rb") as file:
+            if path.suffix == ".safetensors":
+                for chunk in _tensor_heads(file):
+                    digest.update(chunk)
+            else:
+                digest.update(file.read(1 << 20))
+    return digest.hexdigest()
+
+
+def _tensor_heads(file: Any) -> Iterator[bytes]:
+    size = int.from_bytes(file.read(8), "little")
+    header = file.read(size)
+    yield header
+    for name, tensor in json.loads(header).items():
+        if name != "__metadata__":
+            start, end = tensor["data_offsets"]
+            file.seek(8 + size + start)
+            yield file.read(min(end - start, 4096))
+
+
+# ===================================================================================================================
+# 7. Start and check: everything that can be refused before a weight is loaded
+# ===================================================================================================================
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFamily:
+    """What the shared phases need to know about one model; each training script defines its own.
+
+    Attributes:
+        name: For messages and the model card.
+        parser: Builds the script's argument parser.
+        flag_problems: (args, defaults) -> sentences about flags that only this script has.
+        pipeline_class, transformer_class: Of diffusers.
+        pixel_multiple: Sizes in pixels must be multiples of it: VAE factor times patch size of the transformer.
+        lora_layers: Layers that get a LoRA unless --lora_layers says otherwise.
+        text_components: Components of the pipeline that only encoding prompts needs.
+        extra_prompts: Prompts that generating images needs besides the user's, such as an empty negative prompt.
+        text_flags: Flags that change what the transformer is told besides the prompt.
+        load_scheduler: (model_folder, args) -> the flow-matching scheduler whose table timesteps are drawn from.
+        encode_prompt: (run, pipeline, prompt) -> tensors of one prompt, each (1, ...).
+        encode_pixels: (vae, pixels (B, 3, H, W), generators) -> latents (B, C, h, w).
+        predict_velocity: (run, transformer, noisy latents, timesteps (B,), prompt tensors) -> velocity (B, C, h, w).
+        generate_images: (run, pipeline, tensors by prompt, prompt, generators) -> PIL images, one per generator.
+    """
+
+    name: str
+    parser: Callable[[], argparse.ArgumentParser]
+    flag_problems: Callable[[argparse.Namespace, argparse.Namespace], Iterable[str]]
+    pipeline_class: type
+    transformer_class: type
+    pixel_multiple: int
+    lora_layers: tuple[str, ...]
+    text_components: tuple[str, ...]
+    extra_prompts: tuple[str, ...]
+    text_flags: tuple[str, ...]
+    load_scheduler: Callable
+    encode_prompt: Callable
+    encode_pixels: Callable
+    predict_velocity: Callable
+    generate_images: Callable
+
+
+@dataclasses.dataclass
+class Run:
+    """What the check phase found out, handed from phase to phase."""
+
+    args: argparse.Namespace
+    family: ModelFamily
+    accelerator: Accelerator
+    model_folder: str
+    transformer_config: Mapping[str, Any]
+    plan: Plan
+    photos: list[Photo]
+    class_photos: list[Photo]
+    scheduler: FlowMatchEulerDiscreteScheduler
+    checkpoint: pathlib.Path | None
+    is_finished: bool
+
+    @property
+    def output(self) -> pathlib.Path:
+        return pathlib.Path(self.args.output_dir)
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of the frozen weights: as the accelerator decided, whether by flag, launcher or configuration."""
+        return DTYPES[self.accelerator.mixed_precision]
+
+    @property
+    def start_step(self) -> int:
+        """Optimizer steps that the checkpoint to resume from has done."""
+        return read_checkpoint_state(self.checkpoint)["step"] if self.checkpoint else 0
+
+    @property
+    def class_photos_missing(self) -> int:
+        args = self.args
+        return max(0, args.num_class_images - len(self.class_photos)) if args.with_prior_preservation else 0
+
+    @property
+    def needs_full_model_later(self) -> bool:
+        """Whether skipped blocks and VAE are wanted again after the first precompute."""
+        return bool(self.args.residual_refresh_steps) or self.validates_in_training
+
+    @property
+    def validates_in_training(self) -> bool:
+        return bool(self.args.validation_prompt) and self.args.num_validation_images > 0
+
+    def draw_source(self) -> DrawSource:
+        return DrawSource(
+            self.args, self.plan, self.photos, self.class_photos, self.scheduler, self.accelerator.process_index
+        )
+
+    def store(self) -> ResidualStore:
+        return ResidualStore(residual_folder(self.args), DTYPES[self.args.residual_dtype])
+
+
+def residual_folder(args: argparse.Namespace) -> pathlib.Path:
+    """Where stored draws lie."""
+    return pathlib.Path(args.residual_dir or os.path.join(args.output_dir, "residuals"))
+
+
+def start(args: argparse.Namespace, family: ModelFamily) -> Accelerator:
+    """Refuse contradictory flags and missing packages, then start accelerate and the log."""
+    for problem in (*flag_problems(args, family), *package_problems(args)):
+        refuse(problem)
+    try:
+        accelerator = Accelerator(
+            gradient_accumulation_steps=args.gradient_accumulation_steps,
+            mixed_precision=args.mixed_precision,
+            log_with=None if args.report_to == "none" else args.report_to,
+            project_config=ProjectConfiguration(
+                project_dir=args.output_dir, logging_dir=os.path.join(args.output_dir, args.logging_dir)
+            ),
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],
+        )
+    except ValueError as problem:
+        refuse(str(problem).splitlines()[0])
+    if accelerator.mixed_precision not in DTYPES:
+        refuse(f"mixed precision {accelerator.mixed_precision} is not supported: use --mixed_precision bf16")
+    logging.basicConfig(
+        format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO, force=True
+    )
+    for library in ("httpx", "datasets", "accelerate.checkpointing", "accelerate.accelerator", "fsspec"):
+        logging.getLogger(library).setLevel(logging.WARNING)
+    # diffusers 0.35, still supported, knows `torch_dtype` only; newer ones warn of it
+    warnings.filterwarnings("ignore", message=".*`torch_dtype` is deprecated", category=FutureWarning)
+    if args.allow_tf32 and torch.cuda.is_available():
+        torch.backends.cuda.matmul.allow_tf32 = True
+    return accelerator
+
+
+def check(args: argparse.Namespace, family: ModelFamily, accelerator: Accelerator) -> Run:
+    """Phase 1: look at everything that the run will use, refuse what cannot work, and fix the plan."""
+    if args.patch_resolution is None:
+        args.patch_resolution = min(args.default_patch_resolution, args.resolution)
+    transformer = transformer_structure(args, family)
+    check_folders(args)
+    photos, class_photos = load_photos(args), load_class_photos(args)
+    checkpoint = find_checkpoint(args)
+    with accelerator.main_process_first():
+        model_folder = fetch_model(args, family)
+    scheduler = family.load_scheduler(model_folder, args)
+    seed = choose_seed(args, accelerator, checkpoint)
+    plan = make_plan(args, family, transformer, len(photos), seed, accelerator.num_processes)
+    run = Run(
+        args=args,
+        family=family,
+        accelerator=accelerator,
+        model_folder=model_folder,
+        transformer_config=transformer.config,
+        plan=plan,
+        photos=photos,
+        class_photos=class_photos[: args.num_class_images],
+        scheduler=scheduler,
+        checkpoint=checkpoint,
+        is_finished=is_finished(args, plan),
+    )
+    if checkpoint:
+        check_checkpoint(run)
+    if not run.is_finished:
+        check_residual_folder(run)
+        check_disk(plan, residual_folder(args))
+        set_earlier_run_aside(run)
+    logger.info(plan.describe())
+    return run
+
+
+def transformer_structure(args: argparse.Namespace, family: ModelFamily) -> nn.Module:
+    """The transformer on the meta device, from its config.json alone: structure without weights."""
+    where = f"--pretrained_model_name_or_path {args.pretrained_model_name_or_path}"
+    try:
+        config = family.transformer_class.load_config(
+            args.pretrained_model_name_or_path,
+            subfolder="transformer",
+            revision=args.revision,
+            cache_dir=args.cache_dir,
+        )
+    except (OSError, ValueError) as problem:
+        refuse(f"{where} has no transformer/config.json that can be read: {str(problem).splitlines()[0]}")
+    if config.get("_class_name") != family.transformer_class.__name__:
+        refuse(
+            f"{where} holds a {config.get('_class_name')}; this script trains a {family.transformer_class.__name__}"
+        )
+    with torch.device("meta"):
+        return family.transformer_class.from_config(config)
+
+
+def check_folders(args: argparse.Namespace) -> None:
+    """Refuse an output or residual folder that cannot be written."""
+    for flag, folder in (("--output_dir", pathlib.Path(args.output_dir)), ("--residual_dir", residual_folder(args))):
+        existing = folder
+        while not existing.exists():
+            existing = existing.parent
+        if not existing.is_dir():
+            refuse(f"{flag} {folder}: {existing} is a file, not a folder")
+        if not os.access(existing, os.W_OK):
+            refuse(f"{flag} {folder} cannot be written: choose a folder that you may write to")
+
+
+def fetch_model(args: argparse.Namespace, family: ModelFamily) -> str:
+    """The pipeline's folder on this machine; a hub repository is downloaded, once."""
+    name = args.pretrained_model_name_or_path
+    if os.path.isdir(name):
+        if not os.path.isfile(os.path.join(name, "model_index.json")):
+            refuse(f"--pretrained_model_name_or_path {name} has no model_index.json, so it is not a pipeline's folder")
+        return name
+    try:
+        return family.pipeline_class.download(
+            name, revision=args.revision, variant=args.variant, cache_dir=args.cache_dir, use_safetensors=True
+        )
+    except (OSError, ValueError) as problem:
+        refuse(f"--pretrained_model_name_or_path {name} cannot be downloaded: {str(problem).splitlines()[0]}")
+
+
+def choose_seed(args: argparse.Namespace, accelerator: Accelerator, checkpoint: pathlib.Path | None) -> int:
+    """The seed given; else that of the run being continued, by its checkpoint or stored draws; else a fresh one."""
+    if args.seed is not None:
+        return args.seed
+    if checkpoint:
+        return read_checkpoint_state(checkpoint)["plan"]["seed"]
+    with contextlib.suppress(DamagedResidual, KeyError):
+        if manifest := ResidualStore(residual_folder(args), torch.float32).manifest():
+            return manifest["fingerprint"]["seed"]
+    seed = [int.from_bytes(os.urandom(4), "big")]
+    broadcast_object_list(seed)
+    return seed[0]
+
+
+def make_plan(
+    args: argparse.Namespace,
+    family: ModelFamily,
+    transformer: nn.Module,
+    num_photos: int,
+    seed: int,
+    num_processes: int,
+) -> Plan:
+    """Fix every number of the run; refuses skip counts and LoRA layers that the transformer does not allow."""
+    depth = len(named_blocks(transformer))
+    layers = [name.strip() for name in (args.lora_layers or "").split(",") if name.strip()] or family.lora_layers
+    try:
+        check_skip_counts(depth, args.skip_first, args.skip_last)
+    except ValueError as problem:
+        refuse(f"--skip_first, --skip_last: {problem}")
+    try:
+        targets = lora_target_names(transformer, args.skip_first, args.skip_last, layers)
+    except ValueError as problem:
+        refuse(f"--lora_layers: {problem}")
+    samples = num_photos * args.repeats
+    per_step = num_processes * args.train_batch_size * args.gradient_accumulation_steps
+    max_steps = args.max_train_steps or 500
+    if args.num_train_epochs and not args.max_train_steps:
+        max_steps = args.num_train_epochs * _steps_per_epoch(
+            samples, num_processes, args.train_batch_size, args.gradient_accumulation_steps
+        )
+    period_steps = min(args.residual_refresh_steps or max_steps, max_steps)
+    num_draws = args.num_draws or period_steps * per_step
+    if num_draws < num_processes:
+        refuse(f"--num_draws {num_draws} leaves a process without any: give at least {num_processes}, one per process")
+    return Plan(
+        model=family.name,
+        depth=depth,
+        skip_first=args.skip_first,
+        skip_last=args.skip_last,
+        skip_source="as given",
+        resolution=args.resolution,
+        patch_resolution=args.patch_resolution,
+        pixel_multiple=family.pixel_multiple,
+        patch_schedule=args.patch_schedule,
+        seed=seed,
+        num_processes=num_processes,
+        batch_size=args.train_batch_size,
+        accumulation=args.gradient_accumulation_steps,
+        samples_per_epoch=samples,
+        max_steps=max_steps,
+        period_steps=period_steps,
+        num_draws=num_draws,
+        bytes_per_draw=draw_bytes(args, family, transformer) * (2 if args.with_prior_preservation else 1),
+        lora_targets=tuple(targets),
+    )
+
+
+def draw_bytes(args: argparse.Namespace, family: ModelFamily, transformer: nn.Module) -> int:
+    """Bytes on disk of one draw: latents in fp32, residuals of both streams in front and of the image's behind."""
+    config = transformer.config
+    image_tokens = (args.patch_resolution // family.pixel_multiple) ** 2
+    width = config.num_attention_heads * config.attention_head_dim
+    has_text_stream = "encoder_hidden_states" in block_layout(transformer).returns
+    tokens = 0
+    if args.skip_first:
+        tokens += image_tokens + (args.max_sequence_length if has_text_stream else 0)
+    if args.skip_last:
+        tokens += image_tokens
+    residuals = tokens * width * DTYPES[args.residual_dtype].itemsize
+    return residuals + image_tokens * config.in_channels * 4 + 2048  # the file's header, about
+
+
+def fingerprint(run: Run, period: Period, period_lora: str | None) -> dict[str, Any]:
+    """Everything that stored draws depend on, by name; draws are used again only where all of it is the same.
+
+    The number of draws is not part of it: a draw depends on its index alone.
+    """
+    args, plan = run.args, run.plan
+
+    def digest(photos: list[Photo]) -> str:
+        return hashlib.sha256(repr([(p.digest, p.caption) for p in photos]).encode()).hexdigest()
+
+    return {
+        "base weights": weights_digest(run.model_folder),
+        "photos and captions": digest(run.photos),
+        "class images": digest(run.class_photos) if args.with_prior_preservation else None,
+        "prior loss weight": args.prior_loss_weight,
+        "repeats": args.repeats,
+        "sizes": [plan.resolution, plan.patch_resolution, plan.patch_schedule],
+        "cropping": [args.center_crop, args.random_flip, args.image_interpolation_mode],
+        "skip counts": [plan.skip_first, plan.skip_last],
+        "timesteps": [args.weighting_scheme, args.logit_mean, args.logit_std, args.mode_scale, args.timestep_shift],
+        "text": {name: getattr(args, name) for name in run.family.text_flags},
+        "precision": [str(run.weight_dtype), args.residual_dtype, args.precompute_batch_size],
+        "device": run.accelerator.device.type,
+        "seed": plan.seed,
+        "processes": plan.num_processes,
+        "versions": {"torch": torch.__version__, "diffusers": diffusers.__version__},
+        "period": [period.number, plan.num_draws if period.number else None, period_lora],
+    }
+
+
+def check_residual_folder(run: Run) -> None:
+    """Refuse a residual folder that holds the draws of another run; of the same run's periods, another is fine."""
+    store = run.store()
+    try:
+        manifest = store.manifest()
+    except DamagedResidual as problem:
+        refuse(f"{problem}: delete {store.folder} or give another --residual_dir")
+    if manifest is None:
+        if foreign := next((p for p in store._own_files() if p.suffix != ".partial"), None):
+            refuse(f"{store.folder} holds {foreign.name} but no {MANIFEST}: delete it or give another --residual_dir")
+        return
+    found, wanted = manifest["fingerprint"], fingerprint(run, Period(0, 0, 0), None)
+    ignored = {"period"} | ({"class images"} if run.class_photos_missing else set())
+    differing = [name for name in wanted if name not in ignored and found.get(name) != wanted[name]]
+    if differing:
+        refuse(
+            f"{store.folder} holds the residuals of another run, which differs in {', '.join(differing)}: "
+            "delete that folder or give another --residual_dir"
+        )
+
+
+def check_disk(plan: Plan, folder: pathlib.Path) -> None:
+    """Refuse a run whose draws do not fit the disk; what is there already counts as fitting."""
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    present = sum(path.stat().st_size for path in folder.iterdir()) if folder.is_dir() else 0
+    free = shutil.disk_usage(existing).free
+    if plan.residual_bytes - present > free:
+        refuse(
+            f"{folder} needs {plan.residual_bytes / 2**30:.1f} GiB for {plan.num_draws} draws and {free / 2**30:.1f} "
+            "GiB are free: give --residual_dir on a larger disk, fewer --num_draws, or --residual_refresh_steps"
+        )
+
+
+def is_finished(args: argparse.Namespace, plan: Plan) -> bool:
+    """Whether a run to be resumed had ended: its report says so and its LoRA is there."""
+    output = pathlib.Path(args.output_dir)
+    if not args.resume_from_checkpoint or not (output / LORA_FILE).is_file():
+        return False
+    try:
+        report = json.loads((output / "run_report.json").read_text())
+        return report["finished"] and report["steps"] >= plan.max_steps
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def set_earlier_run_aside(run: Run) -> None:
+    """Move what an earlier run left in the output folder into a subfolder, unless it is being resumed."""
+    if run.args.resume_from_checkpoint or not run.output.is_dir() or not run.accelerator.is_main_process:
+        return
+    names = [LORA_FILE, "run_report.json", "README.md", "validation", run.args.logging_dir]
+    products = [run.output / name for name in names if (run.output / name).exists()]
+    products += [path for path, _ in all_checkpoints(run.output)]
+    if (run.output / LORA_FILE).exists() or all_checkpoints(run.output):
+        number = 1
+        while (run.output / f"earlier-{number}").exists():
+            number += 1
+        folder = run.output / f"earlier-{number}"
+        folder.mkdir()
+        for path in products:
+            path.rename(folder / path.name)
+        logger.info(
+            f"what an earlier run left in {run.output} is now in {folder} (--resume_from_checkpoint continues it)"
+        )
+
+
+# ===================================================================================================================
+# 8. Prompts and class images
+# ===================================================================================================================
+
+
+@torch.no_grad()
+def encode_prompts(run: Run) -> dict[str, dict[str, torch.Tensor]]:
+    """Phase 2: run the text encoders once per distinct prompt, then let go of them.
+
+    Returns:
+        For each prompt its tensors, (1, ...), in host memory.
+    """
+    args, device = run.args, run.accelerator.device
+    prompts = [photo.caption for photo in run.photos]
+    prompts += [args.class_prompt] if args.with_prior_preservation else []
+    prompts += [args.validation_prompt, *run.family.extra_prompts] if run.validates_in_training else []
+    pipeline = run.family.pipeline_class.from_pretrained(
+        run.model_folder,
+        transformer=None,
+        vae=None,
+        torch_dtype=run.weight_dtype,
+        variant=args.variant,
+        use_safetensors=True,
+    ).to(device)
+    encoded = {}
+    for prompt in tqdm(dict.fromkeys(prompts), "encode prompts", disable=not run.accelerator.is_local_main_process):
+        tensors = run.family.encode_prompt(run, pipeline, prompt)
+        encoded[prompt] = {name: tensor.cpu() for name, tensor in tensors.items()}
+    del pipeline
+    free_memory()
+    return encoded
+
+
+def stack_prompts(encoded: Mapping[str, dict[str, torch.Tensor]], prompts: list[str]) -> dict[str, torch.Tensor]:
+    """The tensors of a batch: row i belongs to prompt i."""
+    return {name: torch.cat([encoded[prompt][name] for prompt in prompts]) for name in encoded[prompts[0]]}
+
+
+def load_vae(run: Run) -> nn.Module:
+    """The VAE in fp32, in which neither FLUX's nor SANA's overflows, in host memory."""
+    index = json.loads(pathlib.Path(run.model_folder, "model_index.json").read_text())
+    vae_class = getattr(diffusers, index["vae"][1])
+    vae = vae_class.from_pretrained(
+        run.model_folder, subfolder="vae", torch_dtype=torch.float32, variant=run.args.variant, use_safetensors=True
+    )
+    return vae.requires_grad_(False).eval()
+
+
+def load_transformer(run: Run, dtype: torch.dtype) -> nn.Module:
+    """The frozen transformer, in host memory."""
+    transformer = run.family.transformer_class.from_pretrained(
+        run.model_folder,
+        subfolder="transformer",
+        torch_dtype=dtype,
+        variant=run.args.variant,
+        use_safetensors=True,
+    )
+    if run.args.enable_npu_flash_attention:
+        transformer.set_attention_backend("_native_npu")
+    return transformer.requires_grad_(False).eval()
+
+
+def image_pipeline(run: Run, transformer: nn.Module, vae: nn.Module) -> Any:
+    """A pipeline that draws images from encoded prompts: no text encoder is loaded."""
+    return run.family.pipeline_class.from_pretrained(
+        run.model_folder, transformer=transformer, vae=vae, **dict.fromkeys(run.family.text_components)
+    )
+
+
+def make_class_images(run: Run, prompts: Mapping[str, dict[str, torch.Tensor]]) -> None:
+    """Generate the class images that prior preservation lacks; each depends on its number only, not on the process."""
+    args, accelerator = run.args, run.accelerator
+    if not run.class_photos_missing:
+        return
+    folder = pathlib.Path(args.class_data_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    own = re.compile(r"blockskip-class-\d{5}\.png")
+    of_the_user = sum(not own.fullmatch(photo.name) for photo in run.class_photos)
+    paths = [folder / f"blockskip-class-{number:05d}.png" for number in range(args.num_class_images - of_the_user)]
+    missing = [(number, path) for number, path in enumerate(paths) if not path.exists()]
+    dtype = DTYPES[args.prior_generation_precision or accelerator.mixed_precision]
+    transformer, vae = load_transformer(run, dtype).to(accelerator.device), load_vae(run).to(accelerator.device)
+    pipeline = image_pipeline(run, transformer, vae)
+    pipeline.set_progress_bar_config(disable=True)
+    mine = missing[accelerator.process_index :: accelerator.num_processes]
+    bar = tqdm(total=len(mine), desc="class images", disable=not accelerator.is_local_main_process)
+    for begin in range(0, len(mine), args.sample_batch_size):
+        batch = mine[begin : begin + args.sample_batch_size]
+        generators = [keyed_generator(run.plan.seed, "class image", number) for number, _ in batch]
+        images = run.family.generate_images(run, pipeline, prompts, args.class_prompt, generators)
+        for (_, path), image in zip(batch, images, strict=True):
+            write_atomically(path, lambda partial, image=image: image.save(partial, format="PNG"))
+        bar.update(len(batch))
+    del transformer, vae, pipeline
+    free_memory()
+    accelerator.wait_for_everyone()
+    run.class_photos = load_class_photos(args)[: args.num_class_images]
+
+
+# ===================================================================================================================
+# 9. LoRA and trainer
+# ===================================================================================================================
+
+
+@dataclasses.dataclass
+class Trainer:
+    """The model in training and all that changes with it.
+
+    Attributes:
+        transformer: Bare, with its LoRA; blocks are skipped while `handle` says so.
+        vae: None once no phase needs it any more.
+        model: The transformer as accelerate wraps it; None before training has begun.
+        step: Optimizer steps done.
+        loss: Of the latest step, averaged over its samples and processes.
+    """
+
+    transformer: nn.Module
+    vae: nn.Module | None
+    optimizer: Any
+    lr_scheduler: Any
+    step: int
+    handle: SkipHandle | None = None
+    model: nn.Module | None = None
+    loss: float | None = None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The trained parameters: those of the LoRA, in fp32."""
+        return [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
+
+
+def add_lora(transformer: nn.Module, plan: Plan, args: argparse.Namespace) -> None:
+    """Give the trained blocks a LoRA in fp32, initialised from the plan's seed; all blocks must stand."""
+    set_seed(plan.seed)
+    transformer.add_adapter(
+        LoraConfig(
+            r=args.rank,
+            lora_alpha=args.lora_alpha,
+            lora_dropout=args.lora_dropout,
+            init_lora_weights="gaussian",
+            target_modules=list(plan.lora_targets),
+        )
+    )
+    cast_training_params(transformer, dtype=torch.float32)
+
+
+def lora_weights(transformer: nn.Module) -> dict[str, torch.Tensor]:
+    """The LoRA's weights in host memory, under their names in the full transformer."""
+    return {name: tensor.detach().cpu() for name, tensor in get_peft_model_state_dict(transformer).items()}
+
+
+def set_lora_weights(transformer: nn.Module, path: pathlib.Path) -> None:
+    """Load a LoRA file; RuntimeError unless it holds exactly the LoRA's tensors."""
+    prefix = "transformer."
+    weights = {name.removeprefix(prefix): tensor for name, tensor in load_file(path).items()}
+    expected = {name: tensor.shape for name, tensor in lora_weights(transformer).items()}
+    if {name: tensor.shape for name, tensor in weights.items()} != expected:
+        raise RuntimeError(f"{path} does not hold the LoRA that this run trains")
+    set_peft_model_state_dict(transformer, weights)
+
+
+def save_lora_weights(run: Run, transformer: nn.Module, folder: pathlib.Path, dtype: torch.dtype) -> None:
+    """Write the LoRA and its metadata to `folder` in the diffusers layout, atomically."""
+    weights = {name: tensor.to(dtype) for name, tensor in lora_weights(transformer).items()}
+    metadata = transformer.peft_config["default"].to_dict()
+    metadata["target_modules"] = list(run.plan.lora_targets)  # peft's own list is shortened, and in no fixed order
+    partial = folder / ".lora.partial"
+    run.family.pipeline_class.save_lora_weights(
+        partial, transformer_lora_layers=weights, transformer_lora_adapter_metadata=metadata
+    )
+    os.replace(partial / LORA_FILE, folder / LORA_FILE)
+    partial.rmdir()
+
+
+def make_optimizer(parameters: list[nn.Parameter], args: argparse.Namespace, plan: Plan) -> torch.optim.Optimizer:
+    """The optimizer that the flags ask for."""
+    learning_rate = args.learning_rate
+    if args.scale_lr:
+        learning_rate *= plan.num_processes * plan.batch_size * plan.accumulation
+    common = {
+        "lr": learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "weight_decay": args.adam_weight_decay,
+        "eps": args.adam_epsilon,
+    }
+    if args.optimizer == "prodigy":
+        from prodigyopt import Prodigy  # optional package; its presence was checked
+
+        if learning_rate <= 0.1:
+            logger.warning(f"Prodigy finds the step size by itself: --learning_rate 1 suits it, not {learning_rate}")
+        return Prodigy(
+            parameters,
+            **common,
+            beta3=args.prodigy_beta3,
+            decouple=args.prodigy_decouple,
+            use_bias_correction=args.prodigy_use_bias_correction,
+            safeguard_warmup=args.prodigy_safeguard_warmup,
+        )
+    if args.use_8bit_adam:
+        from bitsandbytes.optim import AdamW8bit  # slow to import, rarely wanted
+
+        return AdamW8bit(parameters, **common)
+    return torch.optim.AdamW(parameters, **common)
+
+
+def load_trainer(run: Run) -> Trainer:
+    """Load transformer and VAE into host memory, add the LoRA, make optimizer and learning rate schedule."""
+    args, plan = run.args, run.plan
+    transformer = load_transformer(run, run.weight_dtype)
+    add_lora(transformer, plan, args)
+    if args.gradient_checkpointing:
+        transformer.enable_gradient_checkpointing()
+    if lora := lora_at_start(run):
+        set_lora_weights(transformer, lora)
+    trainer = Trainer(transformer, load_vae(run), None, None, step=run.start_step)
+    trainer.optimizer = make_optimizer(trainer.parameters, args, plan)
+    trainer.lr_scheduler = get_scheduler(
+        args.lr_scheduler,
+        optimizer=trainer.optimizer,
+        num_warmup_steps=args.lr_warmup_steps,
+        num_training_steps=plan.max_steps,
+        num_cycles=args.lr_num_cycles,
+        power=args.lr_power,
+    )
+    if args.lr_scheduler != "constant" and args.lr_warmup_steps >= plan.max_steps:
+        logger.warning(
+            f"--lr_warmup_steps {args.lr_warmup_steps} is no less than the run's {plan.max_steps} steps: "
+            "the learning rate never reaches its peak"
+        )
+    return trainer
+
+
+# ===================================================================================================================
+# 10. Precompute: latents and residuals of every draw
+# ===================================================================================================================
+
+
+def make_draws(run: Run, period: Period) -> list[Draw]:
+    """Phase 4: the distinct draws of a period that this process makes and trains on."""
+    source = run.draw_source()
+    return [draw for index in source.indices(period) for draw in source.sample(index)]
+
+
+def add_noise(latents: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor) -> torch.Tensor:
+    """x_t = (1 - sigma) x_0 + sigma noise, for latents (B, C, h, w) and sigmas (B,)."""
+    sigmas = sigmas.view(-1, 1, 1, 1)  # (B, 1, 1, 1)
+    return (1 - sigmas) * latents + sigmas * noise
+
+
+@torch.no_grad()
+def precompute(
+    run: Run, trainer: Trainer, period: Period, draws: list[Draw], prompts: Mapping[str, dict[str, torch.Tensor]]
+) -> None:
+    """Phase 5: store latents and residuals of the draws, by one pass each of the full model with the LoRA learnt so
+    far.
+
+    Draws that are stored already, whole and of the same fingerprint, are not made again. They are made in fixed
+    groups of `--precompute_batch_size`, so that an interrupted pass ends with the same bits as one that was not.
+    """
+    args, accelerator, store = run.args, run.accelerator, run.store()
+    lora = lora_weights(trainer.transformer) if period.number else None
+    if accelerator.is_main_process:
+        store.begin(fingerprint(run, period, _checksum(lora) if lora else None))
+        if lora:
+            write_atomically(store.folder / PERIOD_LORA, lambda path: save_file(lora, path))
+    accelerator.wait_for_everyone()
+    groups = [draws[i : i + args.precompute_batch_size] for i in range(0, len(draws), args.precompute_batch_size)]
+    missing = [group for group in groups if not all([store.holds(draw) for draw in group])]
+    if len(missing) < len(groups):
+        logger.info(f"{len(groups) - len(missing)} of {len(groups)} groups of draws are stored already")
+    if missing:
+        if trainer.handle:
+            trainer.handle.restore()
+        trainer.transformer.to(accelerator.device).eval()
+        trainer.vae.to(accelerator.device)
+    source = run.draw_source()
+    for group in tqdm(missing, "precompute", disable=not accelerator.is_local_main_process):
+        try:
+            _precompute_group(run, trainer, source, store, group, prompts)
+        except ValueError as problem:
+            refuse(str(problem))
+        except (OSError, safetensors.SafetensorError) as problem:
+            refuse(
+                f"{store.folder} cannot be written ({problem}): free the disk and run again; what is stored is kept"
+            )
+    accelerator.wait_for_everyone()
+
+
+def _precompute_group(
+    run: Run, trainer: Trainer, source: DrawSource, store: ResidualStore, group: list[Draw], prompts: Mapping
+) -> None:
+    args, plan, device = run.args, run.plan, run.accelerator.device
+    pixels = torch.stack([crop_photo(source.photo(draw), draw, args, plan.patch_resolution) for draw in group])
+    generators = [draw.generator("vae") for draw in group]
+    latents = run.family.encode_pixels(trainer.vae, pixels.to(device), generators).float()  # (B, C, h, w)
+    residuals = {}
+    if plan.skips_blocks:
+        noise = torch.stack([draw.noise(latents.shape[1:]) for draw in group]).to(device)
+        sigmas, timesteps = torch.tensor([[draw.sigma, draw.timestep] for draw in group], device=device).unbind(1)
+        embeddings, autocast = stack_prompts(prompts, [draw.prompt for draw in group]), run.accelerator.autocast()
+        with record_residuals(trainer.transformer, plan.skip_first, plan.skip_last) as recording, autocast:
+            run.family.predict_velocity(
+                run, trainer.transformer, add_noise(latents, noise, sigmas), timesteps, to_device(embeddings, device)
+            )
+        residuals = recording.residuals
+    for row, draw in enumerate(group):
+        store.write(draw, latents[row], {key: residual[row] for key, residual in residuals.items()})
+
+
+def to_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """The tensors of a mapping on a device."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+
+
+# ===================================================================================================================
+# 11. Train: the middle blocks, from the stored draws
+# ===================================================================================================================
+
+
+@dataclasses.dataclass
+class Batch:
+    """Stored draws of one forward pass, of B rows: with prior preservation, two for each sample.
+
+    Attributes:
+        latents, noise: (B, C, h, w), float32.
+        sigmas, timesteps, weights: (B,), float32.
+        prompts: B prompts.
+        residuals: By key, (B, tokens, width), in the store's dtype.
+        samples: How many samples the rows belong to.
+    """
+
+    latents: torch.Tensor
+    noise: torch.Tensor
+    sigmas: torch.Tensor
+    timesteps: torch.Tensor
+    weights: torch.Tensor
+    prompts: list[str]
+    residuals: dict[str, torch.Tensor]
+    samples: int
+
+    def to(self, device: torch.device) -> "Batch":
+        moved = {
+            field.name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            for field in dataclasses.fields(self)
+            for value in [getattr(self, field.name)]
+        }
+        return Batch(**{**moved, "residuals": to_device(self.residuals, device)})
+
+
+class StoredDraws(Dataset):
+    """The samples of a period from a position on, read from the store by the index of their draw."""
+
+    def __init__(self, source: DrawSource, store: ResidualStore, period: Period, start: int, end: int) -> None:
+        self.source, self.store, self.period, self.positions = source, store, period, range(start, end)
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __getitem__(self, item: int) -> list[tuple[Draw, dict[str, torch.Tensor]]]:
+        index = self.source.index_at(self.period, self.positions[item])
+        return [(draw, self.store.read(draw)) for draw in self.source.sample(index)]
+
+
+def collate_draws(samples: list[list[tuple[Draw, dict[str, torch.Tensor]]]]) -> Batch:
+    """One batch of samples; every row carries all that belongs to it, so rows need no particular order."""
+    draws, tensors = zip(*(row for sample in samples for row in sample), strict=True)
+    latents = torch.stack([tensor.pop("latents") for tensor in tensors])
+    sigmas, timesteps, weights = torch.tensor([[d.sigma, d.timestep, d.weight] for d in draws]).unbind(1)
+    return Batch(
+        latents=latents,
+        noise=torch.stack([draw.noise(latents.shape[1:]) for draw in draws]),
+        sigmas=sigmas,
+        timesteps=timesteps,
+        weights=weights,
+        prompts=[draw.prompt for draw in draws],
+        residuals={key: torch.stack([tensor[key] for tensor in tensors]) for key in tensors[0]},
+        samples=len(samples),
+    )
+
+
+def stored_draw_loader(run: Run, period: Period, step: int) -> DataLoader:
+    """Batches for the optimizer steps of a period that are left after `step`."""
+    per_step = run.plan.batch_size * run.plan.accumulation
+    start, end = (step - period.start_step) * per_step, (period.end_step - period.start_step) * per_step
+    return DataLoader(
+        StoredDraws(run.draw_source(), run.store(), period, start, end),
+        batch_size=run.plan.batch_size,
+        collate_fn=collate_draws,
+        num_workers=run.args.dataloader_num_workers,
+        pin_memory=run.accelerator.device.type == "cuda",
+        generator=torch.Generator(),  # a loader without one draws from torch's own, and a resumed run would differ
+    )
+
+
+def start_training(run: Run, trainer: Trainer) -> None:
+    """Take the skipped blocks and the VAE off the device; the first time, also prepare for training and resume."""
+    accelerator, plan = run.accelerator, run.plan
+    if trainer.handle is None:
+        trainer.handle = skip_blocks(trainer.transformer, plan.skip_first, plan.skip_last)
+    trainer.handle.skip()
+    if run.needs_full_model_later:
+        trainer.vae.to("cpu")
+    else:
+        trainer.handle.discard()
+        trainer.vae = None
+    trainer.transformer.to(accelerator.device).train()
+    free_memory()
+    if trainer.model is not None:
+        return
+    trainer.model, trainer.optimizer = accelerator.prepare(trainer.transformer, trainer.optimizer)
+    register_checkpointing(run, trainer)
+    set_seed(plan.seed, device_specific=True)  # LoRA dropout differs between processes
+    if run.checkpoint:
+        accelerator.load_state(str(run.checkpoint))
+    config = {name: value for name, value in vars(run.args).items() if name != "hub_token"}
+    accelerator.init_trackers(
+        f"dreambooth-{run.family.name.lower()}-blockskip-lora",
+        config={n: v if isinstance(v, int | float | str | bool) else str(v) for n, v in config.items()},
+    )
+
+
+def flow_matching_loss(
+    run: Run, trainer: Trainer, batch: Batch, prompts: Mapping[str, dict[str, torch.Tensor]]
+) -> torch.Tensor:
+    """Weighted squared error of the predicted velocity, noise - x_0, averaged over samples (section 3.3).
+
+    A class image's row is weighted by `--prior_loss_weight` and belongs to the same sample as its photo's.
+    """
+    if trainer.handle.keys:
+        trainer.handle.set_residuals(batch.residuals)
+    prediction = run.family.predict_velocity(
+        run,
+        trainer.model,
+        add_noise(batch.latents, batch.noise, batch.sigmas),
+        batch.timesteps,
+        to_device(stack_prompts(prompts, batch.prompts), batch.latents.device),
+    )  # (B, C, h, w)
+    error = (prediction.float() - (batch.noise - batch.latents)) ** 2
+    weighting = compute_loss_weighting_for_sd3(run.args.weighting_scheme, batch.sigmas)  # (B,)
+    return (batch.weights * weighting * error.mean(dim=(1, 2, 3))).sum() / batch.samples
+
+
+def train(run: Run, trainer: Trainer, period: Period, prompts: Mapping[str, dict[str, torch.Tensor]]) -> None:
+    """Phase 6: optimizer steps on a period's stored draws, with the first and last blocks skipped."""
+    start_training(run, trainer)
+    accelerator = run.accelerator
+    bar = tqdm(
+        total=run.plan.max_steps, initial=trainer.step, desc="train", disable=not accelerator.is_local_main_process
+    )
+    losses = []
+    for batch in stored_draw_loader(run, period, trainer.step):
+        with accelerator.accumulate(trainer.model):
+            loss = flow_matching_loss(run, trainer, batch.to(accelerator.device), prompts)
+            losses.append(loss.detach())
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                trainer.loss = mean_loss(accelerator, losses, trainer.step)
+                accelerator.clip_grad_norm_(trainer.parameters, run.args.max_grad_norm)
+            trainer.optimizer.step()
+            if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
+                trainer.lr_scheduler.step()
+            trainer.optimizer.zero_grad(set_to_none=True)
+        if accelerator.sync_gradients:
+            losses.clear()
+            finish_step(run, trainer, prompts, bar)
+    bar.close()
+
+
+def mean_loss(accelerator: Accelerator, losses: list[torch.Tensor], step: int) -> float:
+    """The mean over an optimizer step's batches and processes; ends the run where it is not a finite number."""
+    loss = accelerator.reduce(torch.stack(losses).mean(), reduction="mean").item()
+    if not math.isfinite(loss):
+        refuse(
+            f"the loss is {loss} in step {step + 1}: lower --learning_rate, or use --mixed_precision bf16 or no; "
+            "earlier checkpoints are untouched"
+        )
+    return loss
+
+
+def finish_step(run: Run, trainer: Trainer, prompts: Mapping[str, dict[str, torch.Tensor]], bar: tqdm) -> None:
+    """Count an optimizer step, log it, and save or draw validation images where they are due."""
+    args, plan = run.args, run.plan
+    trainer.step += 1
+    values = {"loss": trainer.loss, "lr": trainer.lr_scheduler.get_last_lr()[0]}
+    run.accelerator.log(values, step=trainer.step)
+    bar.set_postfix(loss=f"{values['loss']:.4f}", lr=f"{values['lr']:.2e}")
+    bar.update()
+    if trainer.step % args.checkpointing_steps == 0:
+        save_checkpoint(run, trainer)
+    epoch, rest = divmod(trainer.step, plan.steps_per_epoch)
+    is_due = rest == 0 and (epoch - 1) % args.validation_epochs == 0
+    if run.validates_in_training and is_due and trainer.step < plan.max_steps:
+        validate_in_training(run, trainer, prompts)
+
+
+# ===================================================================================================================
+# 12. Checkpoints: save and resume, bit for bit
+# ===================================================================================================================
+
+CHECKPOINT_STATE = "blockskip_state.json"
+_SAME_ON_RESUME = {  # what a checkpoint's plan must agree in, with the flag to blame
+    "model": "--pretrained_model_name_or_path",
+    "depth": "--pretrained_model_name_or_path",
+    "skip_first": "--skip_first",
+    "skip_last": "--skip_last",
+    "resolution": "--resolution",
+    "patch_resolution": "--patch_resolution",
+    "patch_schedule": "--patch_schedule",
+    "seed": "--seed",
+    "num_processes": "the number of processes",
+    "batch_size": "--train_batch_size",
+    "accumulation": "--gradient_accumulation_steps",
+    "samples_per_epoch": "the number of photos or --repeats",
+    "lora_targets": "--lora_layers",
+}
+
+
+def all_checkpoints(output: pathlib.Path) -> list[tuple[pathlib.Path, int]]:
+    """The whole checkpoints of an output folder with their steps, oldest first."""
+    if not output.is_dir():
+        return []
+    found = [(path, re.fullmatch(r"checkpoint-(\d+)", path.name)) for path in output.iterdir()]
+    return sorted(((path, int(match[1])) for path, match in found if match), key=lambda pair: pair[1])
+
+
+def read_checkpoint_state(checkpoint: pathlib.Path) -> dict[str, Any]:
+    """The step, plan and LoRA shape that a checkpoint was saved with; refuses a folder that is no whole checkpoint."""
+    try:
+        return json.loads((checkpoint / CHECKPOINT_STATE).read_text())
+    except (OSError, ValueError):
+        refuse(
+            f"--resume_from_checkpoint: {checkpoint} has no readable {CHECKPOINT_STATE}, so it is no whole checkpoint"
+        )
+
+
+def find_checkpoint(args: argparse.Namespace) -> pathlib.Path | None:
+    """The checkpoint that --resume_from_checkpoint names: a path, a name within the output folder, or 'latest'."""
+    wanted = args.resume_from_checkpoint
+    if not wanted:
+        return None
+    output = pathlib.Path(args.output_dir)
+    there = [path for path, _ in all_checkpoints(output)]
+    if wanted == "latest":
+        if not there:
+            logger.info(f"no checkpoint in {output} yet: the run starts at its beginning")
+        return there[-1] if there else None
+    for path in (pathlib.Path(wanted), output / pathlib.Path(wanted).name):
+        if path.is_dir():
+            return path
+    names = ", ".join(path.name for path in there) or "none"
+    refuse(f"--resume_from_checkpoint {wanted} does not exist; in {output} there is: {names}")
+
+
+def check_checkpoint(run: Run) -> None:
+    """Refuse to resume where the run would not go on as it began."""
+    state, args = read_checkpoint_state(run.checkpoint), run.args
+    plan = json.loads(json.dumps(dataclasses.asdict(run.plan)))
+    pairs = [(flag, state["plan"].get(name), plan[name]) for name, flag in _SAME_ON_RESUME.items()]
+    pairs += [
+        (f"--{name}", state[name], getattr(args, name)) for name in ("rank", "lora_alpha", "residual_refresh_steps")
+    ]
+    for flag, then, now in pairs:
+        if then != now:
+            then, now = ("other layers", "these") if isinstance(then, list) else (then, now)
+            refuse(
+                f"{run.checkpoint} was trained with {flag} {then}, now it is {now}: use the same, or start a new run"
+            )
+    wanted = [LORA_FILE, *(f"random_states_{rank}.pkl" for rank in range(run.plan.num_processes))]
+    for name in wanted:
+        if not (run.checkpoint / name).is_file():
+            refuse(f"{run.checkpoint} has no {name}, so it is no whole checkpoint: resume from another one")
+    logger.info(f"resuming from {run.checkpoint} at step {state['step']}")
+
+
+def lora_at_start(run: Run) -> pathlib.Path | None:
+    """The LoRA that a resumed run needs before its first precompute; None where that is the LoRA at initialisation.
+
+    Residuals are made with the LoRA of their period's start, so a checkpoint from within a period carries that one,
+    too.
+    """
+    if not run.checkpoint:
+        return None
+    begun, into = divmod(run.start_step, run.plan.period_steps)
+    if run.start_step >= run.plan.max_steps or (begun and not into):
+        return run.checkpoint / LORA_FILE
+    return run.checkpoint / PERIOD_LORA if begun else None
+
+
+def register_checkpointing(run: Run, trainer: Trainer) -> None:
+    """Let accelerate's checkpoints hold the LoRA in fp32 in place of the whole model, and the schedule."""
+
+    def save_lora_only(models: list[nn.Module], weights: list[dict], folder: str) -> None:
+        weights.clear()
+        if run.accelerator.is_main_process:
+            save_lora_weights(run, trainer.transformer, pathlib.Path(folder), torch.float32)
+
+    def load_lora_only(models: list[nn.Module], folder: str) -> None:
+        models.clear()
+        set_lora_weights(trainer.transformer, pathlib.Path(folder, LORA_FILE))
+
+    run.accelerator.register_save_state_pre_hook(save_lora_only)
+    run.accelerator.register_load_state_pre_hook(load_lora_only)
+    run.accelerator.register_for_checkpointing(trainer.lr_scheduler)
+
+
+def save_checkpoint(run: Run, trainer: Trainer) -> None:
+    """Save the state of every process to OUTPUT/checkpoint-STEP; under that name it is always whole."""
+    accelerator, store = run.accelerator, run.store()
+    final = run.output / f"checkpoint-{trainer.step}"
+    partial = run.output / f"{final.name}.partial"
+    if accelerator.is_main_process:
+        for leftover in run.output.glob("checkpoint-*.partial"):
+            shutil.rmtree(leftover)
+    accelerator.wait_for_everyone()
+    accelerator.save_state(str(partial))
+    if accelerator.is_main_process:
+        period_lora = store.folder / PERIOD_LORA
+        if period_lora.is_file() and trainer.step % run.plan.period_steps:
+            shutil.copyfile(period_lora, partial / PERIOD_LORA)
+        state = {
+            "step": trainer.step,
+            "plan": dataclasses.asdict(run.plan),
+            **{name: getattr(run.args, name) for name in ("rank", "lora_alpha", "residual_refresh_steps")},
+        }
+        (partial / CHECKPOINT_STATE).write_text(json.dumps(state, indent=2))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        if final.exists():
+            _remove_folder(final)
+        partial.rename(final)
+        limit = run.args.checkpoints_total_limit
+        for path, _ in all_checkpoints(run.output)[: -limit if limit else 0]:
+            _remove_folder(path)
+    logger.info(f"saved {final}")
+
+
+def _remove_folder(folder: pathlib.Path) -> None:
+    """Delete a checkpoint so that a half-deleted one never goes by a whole one's name."""
+    partial = folder.with_name(f"{folder.name}.old.partial")
+    folder.rename(partial)
+    shutil.rmtree(partial)
+
+
+# ===================================================================================================================
+# 13. Save: the LoRA, images, model card, hub
+# ===================================================================================================================
+
+
+def save_result(run: Run, trainer: Trainer) -> None:
+    """Phase 7: write the LoRA, in fp32 or the run's precision, and let go of the model."""
+    if run.accelerator.is_main_process:
+        run.output.mkdir(parents=True, exist_ok=True)
+        dtype = torch.float32 if run.args.upcast_before_saving else run.weight_dtype
+        save_lora_weights(run, trainer.transformer, run.output, dtype)
+    run.accelerator.wait_for_everyone()
+
+
+def release(run: Run, trainer: Trainer) -> None:
+    """Free everything that training held, on the device and in host memory."""
+    run.accelerator.free_memory()
+    trainer.transformer = trainer.model = trainer.vae = trainer.optimizer = trainer.lr_scheduler = trainer.handle = (
+        None
+    )
+    free_memory()
+
+
+def draw_images(
+    run: Run, transformer: nn.Module, vae: nn.Module, prompts: Mapping[str, dict[str, torch.Tensor]], name: str
+) -> list[pathlib.Path]:
+    """Draw the validation images, shared among the processes, to OUTPUT/validation/NAME, and show them to the
+    trackers.
+
+    The random state of training is left as it was.
+    """
+    args, accelerator = run.args, run.accelerator
+    folder = run.output / "validation" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"image_{number}.png" for number in range(args.num_validation_images)]
+    pipeline = image_pipeline(run, transformer, vae)
+    pipeline.set_progress_bar_config(disable=True)
+    devices = [accelerator.device] if accelerator.device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices), accelerator.autocast():
+        for number in range(accelerator.process_index, len(paths), accelerator.num_processes):
+            generator = keyed_generator(run.plan.seed, "validation", number)
+            (image,) = run.family.generate_images(run, pipeline, prompts, args.validation_prompt, [generator])
+            write_atomically(paths[number], lambda partial, image=image: image.save(partial, format="PNG"))
+    accelerator.wait_for_everyone()
+    images = [Image.open(path).convert("RGB") for path in paths]
+    for tracker in accelerator.trackers:
+        log_images(tracker, f"validation/{name}" if name == "final" else "validation", images, run)
+    return paths
+
+
+def log_images(tracker: Any, title: str, images: list[Image.Image], run: Run) -> None:
+    """Show images in TensorBoard or Weights & Biases; other trackers have no images in common."""
+    if tracker.name == "tensorboard":
+        tracker.writer.add_images(title, np.stack([np.asarray(image) for image in images]), dataformats="NHWC")
+    elif tracker.name == "wandb":
+        import wandb  # installed, since it is the tracker
+
+        tracker.log({title: [wandb.Image(image, caption=run.args.validation_prompt) for image in images]})
+
+
+def validate_in_training(run: Run, trainer: Trainer, prompts: Mapping[str, dict[str, torch.Tensor]]) -> None:
+    """Draw images with the full model, then go on training just as before."""
+    device = run.accelerator.device
+    trainer.handle.restore()
+    trainer.transformer.eval()
+    try:
+        draw_images(run, trainer.transformer, trainer.vae.to(device), prompts, f"step-{trainer.step:06d}")
+    finally:
+        trainer.vae.to("cpu")
+        trainer.handle.skip()
+        trainer.transformer.train()
+        free_memory()
+
+
+def validate(run: Run, prompts: Mapping[str, dict[str, torch.Tensor]]) -> list[pathlib.Path]:
+    """Draw the final images with a freshly loaded full model and the LoRA that was saved."""
+    if not run.validates_in_training:
+        return []
+    device = run.accelerator.device
+    transformer = load_transformer(run, run.weight_dtype)
+    transformer.load_lora_adapter(str(run.output), weight_name=LORA_FILE, prefix="transformer")
+    return draw_images(run, transformer.to(device), load_vae(run).to(device), prompts, "final")
+
+
+def prepare_hub(args: argparse.Namespace, accelerator: Accelerator) -> None:
+    """Create the hub repository before anything else is done, so that a missing login is found at once."""
+    if not args.push_to_hub or not accelerator.is_main_process:
+        return
+    from huggingface_hub import create_repo
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    name = args.hub_model_id or pathlib.Path(args.output_dir).resolve().name
+    try:
+        args.hub_model_id = create_repo(repo_id=name, exist_ok=True, token=args.hub_token).repo_id
+    except (HfHubHTTPError, LocalTokenNotFoundError, OSError, ValueError) as problem:
+        refuse(f"--push_to_hub cannot create {name} ({str(problem).splitlines()[0]}): log in with `hf auth login`")
+
+
+def model_card(run: Run, images: list[pathlib.Path]) -> str:
+    """The text of OUTPUT/README.md; prompts stand in it as JSON strings, so that none can break out of its place."""
+    args, plan = run.args, run.plan
+    prompt = json.dumps(args.validation_prompt or args.instance_prompt or run.photos[0].caption)
+    repository = args.hub_model_id or "FOLDER_OR_REPOSITORY_OF_THIS_LORA"
+    base = args.pretrained_model_name_or_path
+    base = pathlib.Path(base).name if os.path.isdir(base) else base
+    description = f"""
+# {run.family.name} DreamBooth LoRA, trained with DiT-BlockSkip
+
+A LoRA of rank {args.rank} for `{base}`, trained on {len(run.photos)} photos in {plan.max_steps} steps.
+It acts on {plan.depth - plan.skip_first - plan.skip_last} of {plan.depth} blocks: the first {plan.skip_first} and last
+{plan.skip_last} were skipped in training, with stored residuals in their place (arXiv 2603.20755). At inference it is
+an ordinary LoRA for the full model.
+
+## Use
+
+```python
+import torch
+from diffusers import {run.family.pipeline_class.__name__}
+
+pipeline = {run.family.pipeline_class.__name__}.from_pretrained({json.dumps(base)}, torch_dtype=torch.bfloat16)
+pipeline.to("cuda")
+pipeline.load_lora_weights({json.dumps(repository)}, weight_name="{LORA_FILE}")
+image = pipeline({prompt}).images[0]
+```
+"""
+    widget = [
+        {"text": args.validation_prompt, "output": {"url": str(path.relative_to(run.output))}} for path in images
+    ]
+    card = ModelCard.from_template(
+        card_data=ModelCardData(
+            library_name="diffusers",
+            base_model=None if os.path.isdir(args.pretrained_model_name_or_path) else base,
+            instance_prompt=args.instance_prompt,
+            widget=widget or None,
+        ),
+        template_path=MODEL_CARD_TEMPLATE_PATH,
+        model_description=description,
+    )
+    tags = ["text-to-image", "diffusers-training", "diffusers", "lora", "template:sd-lora", run.family.name.lower()]
+    return str(populate_model_card(card, tags=tags))
+
+
+def publish(run: Run, images: list[pathlib.Path], report: "RunReport") -> None:
+    """Write model card and report, remove stored draws, upload what was asked for, and end the trackers."""
+    args, accelerator = run.args, run.accelerator
+    if accelerator.is_main_process:
+        card = model_card(run, images)
+        write_atomically(run.output / "README.md", lambda path: path.write_text(card, encoding="utf-8"))
+        if not args.keep_residuals:
+            run.store().remove()
+        report.write(run.output / "run_report.json")
+        if args.push_to_hub:
+            from huggingface_hub import upload_folder
+
+            upload_folder(
+                repo_id=args.hub_model_id,
+                folder_path=args.output_dir,
+                commit_message="DreamBooth LoRA trained with DiT-BlockSkip",
+                allow_patterns=[LORA_FILE, "README.md", "validation/final/*"],
+                token=args.hub_token,
+            )
+        print(report.table())
+        print(f"LoRA: {run.output / LORA_FILE}")
+    accelerator.end_training()
+
+
+# ===================================================================================================================
+# 14. Report: seconds and bytes of every phase
+# ===================================================================================================================
+
+
+@dataclasses.dataclass
+class PhaseCost:
+    """What a phase took on this process; a phase that is entered again adds its seconds and bytes written.
+
+    Attributes:
+        peak_device_bytes: Highest allocation on the accelerator; None on a CPU.
+        peak_host_bytes: Highest resident memory of the process.
+        written_bytes: Handed to the system for writing; None where the system does not count it.
+    """
+
+    seconds: float = 0.0
+    peak_device_bytes: int | None = None
+    peak_host_bytes: int = 0
+    written_bytes: int | None = None
+
+
+class RunReport:
+    """Measures the phases of a run and writes OUTPUT/run_report.json."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.phases: dict[str, PhaseCost] = {}
+        self.plan: Plan | None = None
+        self.steps = 0
+        self.final_loss: float | None = None
+        self._on_cuda = accelerator.device.type == "cuda"
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure what is done within, under a phase's name."""
+        begin, written = time.perf_counter(), _written_bytes()
+        _reset_host_peak()
+        if self._on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        yield
+        cost = self.phases.setdefault(name, PhaseCost())
+        cost.seconds += time.perf_counter() - begin
+        cost.peak_host_bytes = max(cost.peak_host_bytes, _host_peak())
+        if self._on_cuda:
+            cost.peak_device_bytes = max(cost.peak_device_bytes or 0, torch.cuda.max_memory_allocated())
+        if written is not None:
+            cost.written_bytes = (cost.written_bytes or 0) + _written_bytes() - written
+
+    def note(self, plan: Plan, trainer: Trainer) -> None:
+        """Take down the plan and how far the run has come."""
+        self.plan, self.steps, self.final_loss = plan, trainer.step, trainer.loss
+
+    def write(self, path: pathlib.Path) -> None:
+        """Write the report of a finished run as JSON."""
+        packages = ("torch", "diffusers", "peft", "accelerate", "transformers")
+        content = {
+            "finished": True,
+            "steps": self.steps,
+            "final_loss": self.final_loss,
+            "plan": {**dataclasses.asdict(self.plan), "residual_bytes": self.plan.residual_bytes},
+            "phases": [{"name": name, **dataclasses.asdict(cost)} for name, cost in self.phases.items()],
+            "versions": {
+                "python": sys.version.split()[0],
+                **{package: importlib.metadata.version(package) for package in packages},
+            },
+        }
+        text = json.dumps(content, indent=2)
+        write_atomically(path, lambda partial: partial.write_text(text))
+
+    def table(self) -> str:
+        """The phases as a table for the terminal; GiB are 2^30 bytes."""
+        lines = [f"{'phase':<16}{'seconds':>9}{'device GiB':>12}{'host GiB':>10}{'written GiB':>13}"]
+        for name, cost in self.phases.items():
+            device, host, written = (
+                "-" if value is None else f"{value / 2**30:.2f}"
+                for value in (cost.peak_device_bytes, cost.peak_host_bytes, cost.written_bytes)
+            )
+            lines.append(f"{name:<16}{cost.seconds:>9.1f}{device:>12}{host:>10}{written:>13}")
+        return "\n".join(lines)
+
+
+def _written_bytes() -> int | None:
+    counters = getattr(psutil.Process(), "io_counters", None)
+    return getattr(counters(), "write_chars", None) if counters else None
+
+
+def _reset_host_peak() -> None:
+    with contextlib.suppress(OSError):  # Linux only
+        pathlib.Path("/proc/self/clear_refs").write_text("5")
+
+
+def _host_peak() -> int:
+    """Highest resident memory since `_reset_host_peak`, in bytes; where the system does not tell, the present one."""
+    with contextlib.suppress(OSError, StopIteration):
+        status = pathlib.Path("/proc/self/status").read_text().splitlines()
+        line = next(line for line in status if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    return psutil.Process().memory_info().rss
