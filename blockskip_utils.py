@@ -746,8 +746,7 @@ class ResidualRecording:
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         for stream, output in zip(layout.returns, outputs, strict=True):
             if stream in span.streams:
-                entering = self._entering.pop(span.key(stream))
-                self.residuals[span.key(stream)] = (output.detach().float() - entering.float()).to(output.dtype)
+                self.residuals[span.key(stream)] = output.detach() - self._entering.pop(span.key(stream))
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     blockskip.add_optimizer_arguments(parser)
     blockskip.add_output_arguments(parser)
     group = parser.add_argument_group("FLUX")
-    group.add_argument("--guidance_scale", type=float, default=3.5, help="Guidance the model is told in training.")
+    group.add_argument("--guidance_scale", type=float, default=3.5, help="Guidance told to the model in training.")
     group.add_argument("--train_text_encoder", action="store_true", help="Refused: residuals rest on embeddings.")
     group.add_argument("--text_encoder_lr", type=float, default=5e-6, help="Only for --train_text_encoder.")
     return parser
@@ -79,7 +79,7 @@ def flag_problems(args: argparse.Namespace, defaults: argparse.Namespace) -> Ite
     if args.train_text_encoder:
         yield (
             "--train_text_encoder cannot be combined with BlockSkip: the stored residuals depend on the embeddings, "
-            "which must not change; leave it out"
+            "which must not change: leave it out"
         )
     if args.text_encoder_lr != defaults.text_encoder_lr:
         yield "--text_encoder_lr has no effect here: no text encoder is trained, so leave it out"
@@ -88,7 +88,7 @@ def flag_problems(args: argparse.Namespace, defaults: argparse.Namespace) -> Ite
 
 
 def load_scheduler(model_folder: str, args: argparse.Namespace) -> FlowMatchEulerDiscreteScheduler:
-    """The scheduler of the pipeline. Its dynamic shift acts at inference only, so by default its table is unshifted."""
+    """The scheduler of the pipeline. Its dynamic shift acts at inference only, so its table is unshifted."""
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder, subfolder="scheduler")
     if args.timestep_shift is None:
         return scheduler
