@@ -62,7 +62,6 @@ import psutil
 import safetensors
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
-from accelerate.logging import get_logger
 from accelerate.utils import ProjectConfiguration, broadcast_object_list, set_seed
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.optimization import SchedulerType, get_scheduler
@@ -82,7 +81,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 MINIMUM_VERSIONS = {"diffusers": "0.35.0", "peft": "0.17.0", "accelerate": "1.0.0", "transformers": "4.48.0"}
 LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -1283,7 +1282,7 @@ class ResidualStore:
         try:
             self.read(draw)
         except DamagedResidual as problem:
-            logger.warning(f"{problem}; it is made again", main_process_only=False)
+            logger.warning(f"{problem}; it is made again")
             return False
         return True
 
@@ -1474,9 +1473,8 @@ def start(args: argparse.Namespace, family: ModelFamily) -> Accelerator:
         refuse(str(problem).splitlines()[0])
     if accelerator.mixed_precision not in DTYPES:
         refuse(f"mixed precision {accelerator.mixed_precision} is not supported: use --mixed_precision bf16")
-    logging.basicConfig(
-        format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO, force=True
-    )
+    level = logging.INFO if accelerator.is_main_process else logging.WARNING
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=level, force=True)
     for library in ("httpx", "datasets", "accelerate.checkpointing", "accelerate.accelerator", "fsspec"):
         logging.getLogger(library).setLevel(logging.WARNING)
     # diffusers 0.35, still supported, knows `torch_dtype` only; newer ones warn of it

@@ -13,8 +13,8 @@
 # limitations under the License.
 """Recording residuals and skipping blocks.
 
-These fail if a residual is taken from the wrong block or stream, is added twice or not at all, if a LoRA lands on a skipped
-block or where no gradient reaches it, if skipped weights stay alive, or if restoring leaves anything changed.
+These fail if a residual is taken from the wrong block or stream, is added twice or not at all, if a LoRA lands on a
+skipped block or where no gradient reaches it, if skipped weights stay alive, or if restoring leaves anything changed.
 """
 
 import copy
@@ -23,10 +23,10 @@ import weakref
 
 import pytest
 import torch
-from conftest import flux_inputs, legal_counts, make_flux
 from peft import LoraConfig
 
 import blockskip_utils as blockskip
+from conftest import flux_inputs, legal_counts, make_flux
 from train_dreambooth_blockskip_flux import LORA_LAYERS
 
 COUNTS = legal_counts(8)

@@ -13,19 +13,19 @@
 # limitations under the License.
 """Patch sizes and training draws.
 
-These fail if a draw depends on anything but (seed, rank, index), if ranks share noise, if photos are left out or doubled in an
-epoch, if crops leave the photo, or if timesteps do not follow the scheduler's table.
+These fail if a draw depends on anything but (seed, rank, index), if ranks share noise, if photos are left out or
+doubled in an epoch, if crops leave the photo, or if timesteps do not follow the scheduler's table.
 """
 
 import math
 
 import pytest
 import torch
-from conftest import FLUX_SCRIPT, flux_script
 from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 
 import blockskip_utils as blockskip
+from conftest import flux_script
 
 SIGMAS = [index / 1000 for index in range(1001)]
 
@@ -52,7 +52,6 @@ def test_linear_patch_size_is_the_papers_formula_to_the_nearest_multiple(low, hi
         size = blockskip.patch_size(sigma, low, high, multiple)
         assert size % multiple == 0 and low <= size <= high
         assert abs(size - (low + sigma * (high - low))) <= multiple / 2
-        assert blockskip.patch_size(1 - sigma, low, high, multiple, "reverse") == size or abs(sigma * 1000 % 1) > 0
     assert blockskip.patch_size(0, low, high, multiple) == low
     assert blockskip.patch_size(1, low, high, multiple) == high
     assert blockskip.patch_size(0, low, high, multiple, "reverse") == high
@@ -99,10 +98,8 @@ def test_a_draw_is_a_pure_function_of_seed_rank_and_index():
 def test_ranks_and_indices_share_no_noise():
     draws = [make_source(rank, num_processes=4).sample(index)[0] for rank in range(4) for index in range(25)]
     noises = {tuple(draw.noise((4, 2, 2)).flatten().tolist()) for draw in draws}
-    assert len(noises) == len({draw.sigma for draw in draws} | {draw.key for draw in draws}) - len(
-        {draw.sigma for draw in draws}
-    )
     assert len({draw.key for draw in draws}) == len(noises) == 100
+    assert len({draw.sigma for draw in draws}) > 90  # of a table of 1,000
     assert torch.equal(draws[3].noise((4, 2, 2)), draws[3].noise((4, 2, 2)))
 
 
@@ -193,7 +190,3 @@ def test_crop_takes_the_place_it_says(tmp_path):
     assert torch.equal(cells, grey[9:13, 2:6])
     mirrored = blockskip.crop_photo(photo, blockskip.dataclasses.replace(draw, flip=True), args, 4)[0]
     assert torch.equal(((mirrored + 1) * 127.5).round().byte(), grey[9:13, 2:6].flip(1))
-
-
-def test_script_is_where_the_tests_look():
-    assert FLUX_SCRIPT.is_file()
