@@ -1515,6 +1515,7 @@ def check(args: argparse.Namespace, family: ModelFamily, accelerator: Accelerato
     if not run.is_finished:
         check_residual_folder(run)
         check_disk(plan, residual_folder(args))
+        prepare_hub(args, accelerator)
         set_earlier_run_aside(run)
     logger.info(plan.describe())
     return run

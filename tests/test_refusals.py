@@ -1,0 +1,363 @@
+# Copyright 2026 The DiT-BlockSkip authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Mistakes of the user's: each is refused with one plain line and a status that is not 0, before any weight is loaded.
+
+These fail if a mistake passes in silence, if the message does not name the flag or file, or if weights are loaded first.
+"""
+
+import collections
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from diffusers.models.modeling_utils import ModelMixin
+from PIL import Image
+from transformers import PreTrainedModel
+
+import blockskip_utils as blockskip
+from conftest import CATS, FLUX_SCRIPT, command, flux_script, launch, reset_accelerate, run_flux
+
+
+def refusal(arguments, monkeypatch, capsys) -> str:
+    """The one line that a run is refused with; fails if weights are loaded, or if it takes long."""
+
+    def forbidden(*args, **kwargs):
+        pytest.fail("weights were loaded before the mistake was found")
+
+    for model in (ModelMixin, PreTrainedModel):
+        monkeypatch.setattr(model, "from_pretrained", forbidden)
+    reset_accelerate()
+    begin = time.perf_counter()
+    with pytest.raises(SystemExit) as exit:
+        flux_script.main(flux_script.parse_args([str(word) for word in arguments]))
+    seconds = time.perf_counter() - begin
+    message = exit.value.code if isinstance(exit.value.code, str) else capsys.readouterr().err.strip()
+    assert exit.value.code != 0 and message.count("\n") == 0 and "error: " in message and len(message) < 600
+    assert seconds < 2
+    return message
+
+
+MISTAKES = {
+    # flags: what the line must contain
+    "--skip_first 4 --skip_last 4": ["--skip_first", "8"],
+    "--skip_first 8": ["--skip_first", "8"],
+    "--skip_first -1": ["--skip_first", "-1"],
+    "--skip_last -2": ["--skip_last", "-2"],
+    "--resolution 34": ["--resolution 34", "32", "48"],
+    "--resolution 520": ["--resolution 520", "512", "528"],
+    "--resolution 8": ["--resolution 8", "16"],
+    "--patch_resolution 40": ["--patch_resolution 40", "32", "48"],
+    "--patch_resolution 128": ["--patch_resolution 128", "--resolution 64"],
+    "--patch_schedule sometimes": ["--patch_schedule", "linear"],
+    "--image_interpolation_mode cubic": ["--image_interpolation_mode", "bicubic"],
+    "--residual_dtype int8": ["--residual_dtype", "bf16"],
+    "--optimizer lion": ["--optimizer lion", "prodigy"],
+    "--lora_layers attn.to_typo": ["--lora_layers", "attn.to_typo"],
+    "--lora_layers x_embedder": ["--lora_layers", "x_embedder"],
+    "--train_text_encoder": ["--train_text_encoder", "residuals"],
+    "--text_encoder_lr 1e-4": ["--text_encoder_lr"],
+    "--adam_weight_decay_text_encoder 0.1": ["--adam_weight_decay_text_encoder"],
+    "--max_sequence_length 513": ["--max_sequence_length", "512"],
+    "--with_prior_preservation": ["--with_prior_preservation", "--class_data_dir"],
+    "--with_prior_preservation --class_data_dir c": ["--class_prompt"],
+    "--class_prompt cat": ["--class_prompt", "--with_prior_preservation"],
+    "--class_data_dir c": ["--class_data_dir", "--with_prior_preservation"],
+    "--prior_loss_weight 0.5": ["--prior_loss_weight", "--with_prior_preservation"],
+    "--num_validation_images 2": ["--num_validation_images", "--validation_prompt"],
+    "--validation_epochs 2": ["--validation_epochs", "--validation_prompt"],
+    "--logit_mean 1": ["--logit_mean", "--weighting_scheme logit_normal"],
+    "--mode_scale 1": ["--mode_scale", "--weighting_scheme mode"],
+    "--lr_num_cycles 2": ["--lr_num_cycles", "cosine_with_restarts"],
+    "--lr_power 2": ["--lr_power", "polynomial"],
+    "--lr_warmup_steps 10": ["--lr_warmup_steps", "constant_with_warmup"],
+    "--prodigy_beta3 0.9": ["--prodigy_beta3", "--optimizer prodigy"],
+    "--prodigy_decouple perhaps": ["--prodigy_decouple", "perhaps"],
+    "--optimizer prodigy --use_8bit_adam": ["--use_8bit_adam", "adamw"],
+    "--residual_dtype fp32": ["--residual_dtype", "--skip_first"],
+    "--hub_token secret": ["--hub_token", "--push_to_hub"],
+    "--push_to_hub --hub_token secret --report_to wandb": ["--hub_token", "wandb"],
+    "--image_column picture": ["--image_column", "--dataset_name"],
+    "--dataset_name somewhere": ["--instance_data_dir", "--dataset_name"],
+    "--num_draws 0": ["--num_draws", "at least 1"],
+    "--rank 0": ["--rank", "at least 1"],
+    "--rank four": ["--rank", "four"],
+    "--learning_rate nan": ["--learning_rate", "nan"],
+    "--learning_rate -1": ["--learning_rate", "-1"],
+    "--lora_dropout 1.5": ["--lora_dropout", "1.5"],
+    "--adam_beta1 1.5": ["--adam_beta1"],
+    "--train_batch_size 0": ["--train_batch_size", "at least 1"],
+    "--report_to nowhere": ["--report_to nowhere"],
+    "--resume_from_checkpoint checkpoint-7": ["--resume_from_checkpoint checkpoint-7", "none"],
+    "--skip 3": ["--skip 3"],
+    "--mixed_precision fp16": ["fp16"],
+    "--patch_schedule none --residual_refresh_steps 2": ["--residual_refresh_steps"],
+    "--caption_column text": ["--caption_column text", "metadata.jsonl"],
+    "--max_train_steps 99999999999 --skip_first 1": ["free", "--num_draws"],
+}
+
+
+@pytest.mark.parametrize("flags", MISTAKES)
+def test_a_mistake_in_the_flags_is_one_plain_line(tiny_flux, tmp_path, monkeypatch, capsys, flags):
+    given = flags.split(" ")
+    message = refusal(command(tiny_flux, CATS, tmp_path / "out", *given), monkeypatch, capsys)
+    for part in MISTAKES[flags]:
+        assert part in message
+    assert not (tmp_path / "out").exists()
+
+
+HARMLESS = [
+    "--lr_warmup_steps 0",
+    "--cache_latents",
+    "--local_rank 0",
+    "--num_class_images 100",
+    "--lora_layers attn.to_q, ,",
+]
+
+
+@pytest.mark.parametrize("flags", HARMLESS)
+def test_flags_of_usual_commands_that_change_nothing_are_accepted(tiny_flux, tmp_path, flags):
+    name, _, value = flags.partition(" ")
+    run_flux(command(tiny_flux, CATS, tmp_path / "out", *([name, value] if value else [name]), steps=1))
+
+
+def test_patch_resolution_follows_a_small_resolution_unless_given(tiny_flux, tmp_path):
+    arguments = command(tiny_flux, CATS, tmp_path / "out", "--resolution", 32, "--keep_residuals", steps=1)
+    at = arguments.index("--patch_resolution")
+    run_flux(arguments[:at] + arguments[at + 2 :])
+    assert (tmp_path / "out" / "pytorch_lora_weights.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("flag", "packages"),
+    [
+        (("--use_8bit_adam",), ["bitsandbytes"]),
+        (("--optimizer", "prodigy"), ["prodigyopt"]),
+        (("--report_to", "wandb"), ["wandb"]),
+        (("--report_to", "tensorboard"), ["tensorboard", "tensorboardX"]),
+    ],
+)
+def test_a_missing_package_is_named_with_the_flag(tiny_flux, tmp_path, monkeypatch, capsys, flag, packages):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name in packages else find(name, *rest)
+    )
+    message = refusal(command(tiny_flux, CATS, tmp_path / "out", *flag), monkeypatch, capsys)
+    assert f"pip install {packages[0]}" in message and " ".join(flag) in message
+
+
+def test_a_package_that_is_too_old_is_named(tiny_flux, tmp_path, monkeypatch, capsys):
+    version = blockskip.importlib.metadata.version
+    monkeypatch.setattr(
+        blockskip.importlib.metadata, "version", lambda name: "0.34.0" if name == "diffusers" else version(name)
+    )
+    message = refusal(command(tiny_flux, CATS, tmp_path / "out"), monkeypatch, capsys)
+    assert "diffusers 0.34.0" in message and "0.35.0" in message
+
+
+def photo_folder(tmp_path, files):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for name, content in files.items():
+        if content == "photo":
+            Image.new("RGB", (40, 40), "red").save(folder / name)
+        else:
+            (folder / name).write_bytes(content)
+    return folder
+
+
+HALF_A_JPEG = (CATS / "cat_1.jpg").read_bytes()[:30000]
+
+
+@pytest.mark.parametrize(
+    ("files", "parts"),
+    [
+        ({}, ["no image"]),
+        ({"notes.txt": b"hello", ".DS_Store": b"x", ".hidden.png": b"x"}, ["no image"]),
+        ({"a.png": "photo", "half.jpg": HALF_A_JPEG}, ["half.jpg", "cannot be read"]),
+        ({"a.png": "photo", "text.png": b"this is no picture"}, ["text.png", "cannot be read"]),
+    ],
+    ids=["empty", "imageless", "truncated", "no picture"],
+)
+def test_photos_that_cannot_be_used(tiny_flux, tmp_path, monkeypatch, capsys, files, parts):
+    folder = photo_folder(tmp_path, files)
+    message = refusal(command(tiny_flux, folder, tmp_path / "out"), monkeypatch, capsys)
+    assert all(part in message for part in parts) and str(folder) in message
+
+
+def test_folders_that_are_not_there(tiny_flux, tmp_path, monkeypatch, capsys):
+    message = refusal(command(tiny_flux, tmp_path / "nowhere", tmp_path / "out"), monkeypatch, capsys)
+    assert "--instance_data_dir" in message and "nowhere" in message
+    message = refusal(command(tmp_path / "model", CATS, tmp_path / "out"), monkeypatch, capsys)
+    assert "--pretrained_model_name_or_path" in message
+    (tmp_path / "file").write_text("")
+    message = refusal(command(tiny_flux, CATS, tmp_path / "file" / "out"), monkeypatch, capsys)
+    assert "--output_dir" in message and "is a file" in message
+
+
+@pytest.mark.parametrize("missing", ["instance_prompt", "instance_data_dir", "pretrained_model_name_or_path"])
+def test_flags_that_must_be_given(tiny_flux, tmp_path, monkeypatch, capsys, missing):
+    arguments = command(tiny_flux, CATS, tmp_path / "out")
+    at = arguments.index(f"--{missing}")
+    assert f"--{missing}" in refusal(arguments[:at] + arguments[at + 2 :], monkeypatch, capsys)
+
+
+def test_stray_files_beside_the_photos_are_named_once_and_passed_over(tiny_flux, tmp_path, caplog):
+    folder = photo_folder(
+        tmp_path, {"b.png": "photo", "A.JPG": "photo", ".DS_Store": b"x", "0.txt": b"", "e.png": b""}
+    )
+    (folder / "sub").mkdir()
+    (folder / "Thumbs.db").write_bytes(b"x")
+    with caplog.at_level("INFO"):
+        paths = blockskip.find_photos(str(folder), "--instance_data_dir")
+    assert [path.name for path in paths] == ["A.JPG", "b.png"]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert all(name in line for name in (".DS_Store", "0.txt", "e.png", "sub", "Thumbs.db"))
+
+
+@pytest.mark.parametrize("caption", ["5", "[1]", '{"a": 1}', "true"])
+def test_a_caption_that_is_no_text_is_named_with_its_photo(tiny_flux, colours, tmp_path, monkeypatch, capsys, caption):
+    lines = (colours / "metadata.jsonl").read_text().splitlines()
+    lines[2] = f'{{"file_name": "blue.png", "text": {caption}}}'
+    (colours / "metadata.jsonl").write_text("\n".join(lines))
+    arguments = command(tiny_flux, colours, tmp_path / "out", "--caption_column", "text")
+    assert "blue.png" in refusal(arguments, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("not json", "line 6"),
+        ('{"text": "x"}', "line 6"),
+        ('{"file_name": "red.png"}', "'text'"),
+        ('{"file_name": "gone.png", "text": "x"}', "gone.png"),
+    ],
+)
+def test_metadata_that_does_not_fit_is_named(tiny_flux, colours, tmp_path, monkeypatch, capsys, line, part):
+    with (colours / "metadata.jsonl").open("a") as file:
+        file.write(line)
+    arguments = command(tiny_flux, colours, tmp_path / "out", "--caption_column", "text")
+    assert part in refusal(arguments, monkeypatch, capsys)
+
+
+def test_a_photo_without_caption_and_no_instance_prompt(tiny_flux, colours, tmp_path, monkeypatch, capsys):
+    (colours / "metadata.jsonl").write_text('{"file_name": "red.png", "text": "red"}\n')
+    arguments = command(tiny_flux, colours, tmp_path / "out", "--caption_column", "text", prompt=None)
+    assert "black.png" in refusal(arguments, monkeypatch, capsys)
+
+
+def test_a_dataset_without_the_column(tiny_flux, colours, tmp_path, monkeypatch, capsys):
+    arguments = command(tiny_flux, "", tmp_path / "out", "--dataset_name", colours, "--caption_column", "words")
+    message = refusal([*arguments, "--cache_dir", tmp_path / "cache"], monkeypatch, capsys)
+    assert "--caption_column words" in message and "text" in message
+
+
+def test_residuals_of_another_run_are_refused_with_what_differs(tiny_flux, tmp_path, monkeypatch, capsys):
+    where = ("--residual_dir", tmp_path / "residuals")
+    base = ("--skip_first", 2, "--skip_last", 3, *where)
+    run_flux(command(tiny_flux, CATS, tmp_path / "out", *base, "--keep_residuals", steps=1))
+    before = {path: path.read_bytes() for path in (tmp_path / "residuals").iterdir()}
+    changes = {
+        ("--seed", 1): "seed",
+        ("--skip_first", 1): "skip counts",
+        ("--resolution", 96): "sizes",
+        ("--instance_prompt", "other"): "photos and captions",
+        ("--guidance_scale", 1): "text",
+        ("--residual_dtype", "fp32"): "precision",
+        ("--mixed_precision", "bf16"): "precision",
+        ("--weighting_scheme", "mode"): "timesteps",
+        ("--random_flip",): "cropping",
+    }
+    for flags, name in changes.items():
+        kept = [
+            word
+            for flag in ("--skip_first", "--skip_last")
+            if flag not in flags
+            for word in (flag, 2 + (flag[7] == "l"))
+        ]
+        arguments = command(tiny_flux, CATS, tmp_path / "out2", *where, *kept, *flags)
+        message = refusal(arguments, monkeypatch, capsys)
+        assert f"differs in {name}" in message and "--residual_dir" in message
+    assert {path: path.read_bytes() for path in (tmp_path / "residuals").iterdir()} == before
+
+
+def test_a_full_disk_is_foreseen(tiny_flux, tmp_path, monkeypatch, capsys):
+    usage = collections.namedtuple("usage", "total used free")(100, 99, 1)
+    monkeypatch.setattr(blockskip.shutil, "disk_usage", lambda path: usage)
+    message = refusal(command(tiny_flux, CATS, tmp_path / "out"), monkeypatch, capsys)
+    assert "free" in message and "--residual_dir" in message and "--residual_refresh_steps" in message
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (("--rank", 8), "--rank 4"),
+        (("--lora_alpha", 8), "--lora_alpha 4"),
+        (("--skip_first", 1), "--skip_first 2"),
+        (("--seed", 5), "--seed 0"),
+        (("--train_batch_size", 2), "--train_batch_size 1"),
+        (("--resolution", 96), "--resolution 64"),
+        (("--lora_layers", "attn.to_q"), "--lora_layers"),
+    ],
+)
+def test_resuming_as_another_run_is_refused(tiny_flux, tmp_path, monkeypatch, capsys, flags, part):
+    out, kept = tmp_path / "out", ("--skip_first", 2) if "--skip_first" not in flags else ()
+    run_flux(command(tiny_flux, CATS, out, "--skip_first", 2, "--checkpointing_steps", 1, steps=1))
+    resume = ("--resume_from_checkpoint", "latest")
+    assert part in refusal(command(tiny_flux, CATS, out, *kept, *flags, *resume, steps=2), monkeypatch, capsys)
+
+
+def test_a_checkpoint_with_a_part_missing_is_refused(tiny_flux, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    run_flux(command(tiny_flux, CATS, out, "--checkpointing_steps", 1, steps=1))
+    (out / "checkpoint-1" / "random_states_0.pkl").unlink()
+    resume = ("--resume_from_checkpoint", "latest")
+    message = refusal(command(tiny_flux, CATS, out, *resume, steps=2), monkeypatch, capsys)
+    assert "random_states_0.pkl" in message and "checkpoint-1" in message
+
+
+def test_the_command_line_itself_ends_with_one_line_and_a_status(tiny_flux, tmp_path):
+    done = launch(FLUX_SCRIPT, command(tiny_flux, CATS, tmp_path / "out", "--skip_first", 9))
+    errors = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert done.returncode == 1 and len(errors) == 1 and "Traceback" not in done.stderr
+    done = launch(FLUX_SCRIPT, command(tiny_flux, CATS, tmp_path / "out", "--resolution", "x"))
+    assert done.returncode == 2 and "usage" not in done.stderr
+
+
+def test_help_names_every_flag_of_the_official_script():
+    shown = subprocess.run(
+        [sys.executable, str(FLUX_SCRIPT), "--help"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+    ).stdout
+    for flag in OFFICIAL_FLAGS.split():
+        assert f"--{flag} " in shown or f"--{flag}\n" in shown, flag
+
+
+OFFICIAL_FLAGS = """
+pretrained_model_name_or_path revision variant dataset_name dataset_config_name instance_data_dir cache_dir image_column
+caption_column repeats class_data_dir instance_prompt class_prompt max_sequence_length validation_prompt
+num_validation_images validation_epochs rank lora_alpha lora_dropout with_prior_preservation prior_loss_weight
+num_class_images output_dir seed resolution center_crop random_flip train_text_encoder train_batch_size sample_batch_size
+num_train_epochs max_train_steps checkpointing_steps checkpoints_total_limit resume_from_checkpoint
+gradient_accumulation_steps gradient_checkpointing learning_rate guidance_scale text_encoder_lr scale_lr lr_scheduler
+lr_warmup_steps lr_num_cycles lr_power dataloader_num_workers weighting_scheme logit_mean logit_std mode_scale optimizer
+use_8bit_adam adam_beta1 adam_beta2 prodigy_beta3 prodigy_decouple adam_weight_decay adam_weight_decay_text_encoder
+lora_layers adam_epsilon prodigy_use_bias_correction prodigy_safeguard_warmup max_grad_norm push_to_hub hub_token
+hub_model_id logging_dir allow_tf32 cache_latents report_to mixed_precision upcast_before_saving
+prior_generation_precision local_rank enable_npu_flash_attention
+"""
