@@ -103,7 +103,10 @@ def refuse(message: str) -> NoReturn:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, without the whole usage in front."""
+    """An ArgumentParser that takes no abbreviations, and whose errors are one line without the usage in front."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n" if int(os.environ.get("RANK", "0")) == 0 else None)
@@ -1473,6 +1476,8 @@ def start(args: argparse.Namespace, family: ModelFamily) -> Accelerator:
         refuse(str(problem).splitlines()[0])
     if accelerator.mixed_precision not in DTYPES:
         refuse(f"mixed precision {accelerator.mixed_precision} is not supported: use --mixed_precision bf16")
+    if accelerator.device.type == "cpu" and "fp16" in (accelerator.mixed_precision, args.prior_generation_precision):
+        refuse("fp16 needs an accelerator, and this run is on a CPU: use --mixed_precision bf16 or no")
     level = logging.INFO if accelerator.is_main_process else logging.WARNING
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=level, force=True)
     for library in ("httpx", "datasets", "accelerate.checkpointing", "accelerate.accelerator", "fsspec"):
