@@ -37,6 +37,7 @@ Sampling and Block Skipping"; section numbers in docstrings are of that paper.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -92,6 +93,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 # ===================================================================================================================
 # 1. Refusals and arguments
 # ===================================================================================================================
+
+
+def readable(size: float) -> str:
+    """A number of bytes for people, in GiB or MiB."""
+    return f"{size / 2**30:.2f} GiB" if size >= 0.1 * 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def refuse(message: str) -> NoReturn:
@@ -577,6 +583,10 @@ def _folder_photos(args: argparse.Namespace) -> list[Photo]:
     ]
 
 
+def _row_image(rows: Any, index: int, column: str) -> Image.Image:
+    return rows[index][column]
+
+
 def _dataset_photos(args: argparse.Namespace) -> list[Photo]:
     from datasets import load_dataset  # takes a second to import, and most runs read a folder
 
@@ -596,7 +606,7 @@ def _dataset_photos(args: argparse.Namespace) -> list[Photo]:
         _examine(
             f"row {index}",
             _caption(caption, args, f"{where}: row {index}"),
-            lambda index=index: rows[index][args.image_column],
+            functools.partial(_row_image, rows, index, args.image_column),
             where,
         )
         for index, caption in enumerate(captions)
@@ -1009,8 +1019,8 @@ class Plan:
         for number in range(start_step // self.period_steps, -(-self.max_steps // self.period_steps)):
             yield Period(number, number * self.period_steps, min((number + 1) * self.period_steps, self.max_steps))
 
-    def describe(self) -> str:
-        """The plan in one line for the log."""
+    def describe(self) -> list[str]:
+        """The plan in lines for the log."""
         trained = self.depth - self.skip_first - self.skip_last
         blocks = (
             f"trains {trained} of {self.depth} blocks, skips the first {self.skip_first} and last {self.skip_last} "
@@ -1024,11 +1034,12 @@ class Plan:
             else f"{self.patch_schedule} crops of {self.patch_resolution} to {self.resolution} px"
         )
         samples = self.num_processes * self.batch_size * self.accumulation
-        return (
-            f"{self.model} {blocks}; {crops}, trained on at {self.patch_resolution} px; {self.max_steps} steps of "
-            f"{samples} samples; {self.num_draws} draws per period of {self.period_steps} steps take "
-            f"{self.residual_bytes / 2**30:.2f} GiB on disk; seed {self.seed}"
-        )
+        return [
+            f"{self.model} {blocks}",
+            f"{crops}, trained on at {self.patch_resolution} px; {self.max_steps} steps of {samples} samples",
+            f"{self.num_draws} draws per {self.period_steps} steps take {readable(self.residual_bytes)} on disk; "
+            f"seed {self.seed}",
+        ]
 
 
 def _steps_per_epoch(samples: int, num_processes: int, batch_size: int, accumulation: int) -> int:
@@ -1522,7 +1533,9 @@ def check(args: argparse.Namespace, family: ModelFamily, accelerator: Accelerato
         check_disk(plan, residual_folder(args))
         prepare_hub(args, accelerator)
         set_earlier_run_aside(run)
-    logger.info(plan.describe())
+        start_trackers(run)
+    for line in plan.describe():
+        logger.info(line)
     return run
 
 
@@ -1609,7 +1622,9 @@ def make_plan(
     samples = num_photos * args.repeats
     per_step = num_processes * args.train_batch_size * args.gradient_accumulation_steps
     max_steps = args.max_train_steps or 500
-    if args.num_train_epochs and not args.max_train_steps:
+    if args.num_train_epochs and args.max_train_steps:
+        logger.info(f"--max_train_steps {max_steps} decides; --num_train_epochs {args.num_train_epochs} is not used")
+    elif args.num_train_epochs:
         max_steps = args.num_train_epochs * _steps_per_epoch(
             samples, num_processes, args.train_batch_size, args.gradient_accumulation_steps
         )
@@ -1715,8 +1730,8 @@ def check_disk(plan: Plan, folder: pathlib.Path) -> None:
     free = shutil.disk_usage(existing).free
     if plan.residual_bytes - present > free:
         refuse(
-            f"{folder} needs {plan.residual_bytes / 2**30:.1f} GiB for {plan.num_draws} draws and {free / 2**30:.1f} "
-            "GiB are free: give --residual_dir on a larger disk, fewer --num_draws, or --residual_refresh_steps"
+            f"{folder} needs {readable(plan.residual_bytes)} for {plan.num_draws} draws and {readable(free)} "
+            "are free: give --residual_dir on a larger disk, fewer --num_draws, or --residual_refresh_steps"
         )
 
 
@@ -1730,6 +1745,15 @@ def is_finished(args: argparse.Namespace, plan: Plan) -> bool:
         return report["finished"] and report["steps"] >= plan.max_steps
     except (OSError, ValueError, KeyError):
         return False
+
+
+def start_trackers(run: Run) -> None:
+    """Start the trackers with the flags of the run, all but the token."""
+    config = {name: value for name, value in vars(run.args).items() if name != "hub_token"}
+    run.accelerator.init_trackers(
+        f"dreambooth-{run.family.name.lower()}-blockskip-lora",
+        config={n: v if isinstance(v, int | float | str | bool) else str(v) for n, v in config.items()},
+    )
 
 
 def set_earlier_run_aside(run: Run) -> None:
@@ -2166,11 +2190,6 @@ def start_training(run: Run, trainer: Trainer) -> None:
     set_seed(plan.seed, device_specific=True)  # LoRA dropout differs between processes
     if run.checkpoint:
         accelerator.load_state(str(run.checkpoint))
-    config = {name: value for name, value in vars(run.args).items() if name != "hub_token"}
-    accelerator.init_trackers(
-        f"dreambooth-{run.family.name.lower()}-blockskip-lora",
-        config={n: v if isinstance(v, int | float | str | bool) else str(v) for n, v in config.items()},
-    )
 
 
 def flow_matching_loss(
@@ -2595,6 +2614,7 @@ class RunReport:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure what is done within, under a phase's name."""
+        logger.info(f"phase: {name}")
         begin, written = time.perf_counter(), _written_bytes()
         _reset_host_peak()
         if self._on_cuda:
@@ -2630,14 +2650,12 @@ class RunReport:
         write_atomically(path, lambda partial: partial.write_text(text))
 
     def table(self) -> str:
-        """The phases as a table for the terminal; GiB are 2^30 bytes."""
-        lines = [f"{'phase':<16}{'seconds':>9}{'device GiB':>12}{'host GiB':>10}{'written GiB':>13}"]
+        """The phases as a table for the terminal."""
+        lines = [f"{'phase':<16}{'seconds':>9}{'device peak':>13}{'host peak':>13}{'written':>13}"]
         for name, cost in self.phases.items():
-            device, host, written = (
-                "-" if value is None else f"{value / 2**30:.2f}"
-                for value in (cost.peak_device_bytes, cost.peak_host_bytes, cost.written_bytes)
-            )
-            lines.append(f"{name:<16}{cost.seconds:>9.1f}{device:>12}{host:>10}{written:>13}")
+            sizes = (cost.peak_device_bytes, cost.peak_host_bytes, cost.written_bytes)
+            cells = "".join(f"{'-' if size is None else readable(size):>13}" for size in sizes)
+            lines.append(f"{name:<16}{cost.seconds:>9.1f}{cells}")
         return "\n".join(lines)
 
 
