@@ -96,8 +96,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 def readable(size: float) -> str:
-    """A number of bytes for people, in GiB or MiB."""
-    return f"{size / 2**30:.2f} GiB" if size >= 0.1 * 2**30 else f"{size / 2**20:.1f} MiB"
+    """A number of bytes for people, in GiB, MiB or KiB."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if size >= 0.1 * unit:
+            return f"{size / unit:.2f} {name}"
+    return f"{size / 2**10:.1f} KiB"
 
 
 def refuse(message: str) -> NoReturn:
@@ -1791,7 +1794,8 @@ def encode_prompts(run: Run) -> dict[str, dict[str, torch.Tensor]]:
     args, device = run.args, run.accelerator.device
     prompts = [photo.caption for photo in run.photos]
     prompts += [args.class_prompt] if args.with_prior_preservation else []
-    prompts += [args.validation_prompt, *run.family.extra_prompts] if run.validates_in_training else []
+    prompts += [args.validation_prompt] if run.validates_in_training else []
+    prompts += run.family.extra_prompts if run.validates_in_training or run.class_photos_missing else []
     pipeline = run.family.pipeline_class.from_pretrained(
         run.model_folder,
         transformer=None,
@@ -2430,11 +2434,9 @@ def save_result(run: Run, trainer: Trainer) -> None:
 
 def release(run: Run, trainer: Trainer) -> None:
     """Free everything that training held, on the device and in host memory."""
+    for name in ("transformer", "model", "vae", "optimizer", "lr_scheduler", "handle"):
+        setattr(trainer, name, None)
     run.accelerator.free_memory()
-    trainer.transformer = trainer.model = trainer.vae = trainer.optimizer = trainer.lr_scheduler = trainer.handle = (
-        None
-    )
-    free_memory()
 
 
 def draw_images(

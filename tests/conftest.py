@@ -13,10 +13,13 @@
 # limitations under the License.
 """Tiny models and ways to run a script that the tests share."""
 
+import dataclasses
+import gc
 import os
 import pathlib
 import subprocess
 import sys
+import types
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -25,24 +28,100 @@ os.environ["ACCELERATE_USE_CPU"] = "true"
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from diffusers import FluxTransformer2DModel
+from diffusers import DiffusionPipeline, FluxTransformer2DModel
 from PIL import Image
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import train_dreambooth_blockskip_flux as flux_script
-from build_tiny_pipeline import build_tiny_flux
+import train_dreambooth_blockskip_sana as sana_script
+from build_tiny_pipeline import build_tiny_flux, build_tiny_sana
 
 CATS = ROOT / "examples" / "cat"
-FLUX_SCRIPT = ROOT / "train_dreambooth_blockskip_flux.py"
 torch.set_num_threads(1)  # tiny models: threads only wait for each other
 
 
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A script, and the tiny pipeline that it is tried on.
+
+    Attributes:
+        skip: Flags that skip blocks at both ends.
+        trained: Names of the blocks that they leave.
+    """
+
+    script: types.ModuleType
+    pipeline: pathlib.Path
+    resolution: int
+    skip: tuple
+    trained: tuple[str, ...]
+
+    @property
+    def family(self):
+        return getattr(self.script, "FLUX", None) or self.script.SANA
+
+    @property
+    def depth(self) -> int:
+        return len(self.trained) + self.skip[1] + self.skip[3]
+
+    @property
+    def file(self) -> pathlib.Path:
+        return pathlib.Path(self.script.__file__)
+
+    def command(self, photos, output, *extra, prompt="a photo of sks", steps=2) -> list[str]:
+        """The flags of a quick run; `extra` ones take the place of those of the same name."""
+        base = {
+            "--pretrained_model_name_or_path": self.pipeline,
+            "--instance_data_dir": photos,
+            "--instance_prompt": prompt,
+            "--output_dir": output,
+            "--resolution": self.resolution,
+            "--patch_resolution": self.resolution // 2,
+            "--max_sequence_length": 32,
+            "--train_batch_size": 1,
+            "--max_train_steps": steps,
+            "--seed": 0,
+            "--report_to": "none",
+        }
+        extra = [str(word) for word in extra]
+        given = [word for pair in base.items() if pair[0] not in extra and pair[1] is not None for word in pair]
+        return [str(word) for word in given] + extra
+
+    def run(self, arguments: list) -> None:
+        """Run the script in this process."""
+        reset_accelerate()
+        self.script.main(self.script.parse_args([str(word) for word in arguments]))
+
+
+def ready(folder: pathlib.Path) -> pathlib.Path:
+    """Import all that a pipeline needs, and keep it out of the garbage collections by which runs free their memory."""
+    DiffusionPipeline.from_pretrained(folder)
+    gc.collect()
+    gc.freeze()
+    return folder
+
+
 @pytest.fixture(scope="session")
-def tiny_flux(tmp_path_factory) -> pathlib.Path:
-    """A FLUX pipeline with random weights, of 3 double and 5 single blocks."""
-    return build_tiny_flux(tmp_path_factory.mktemp("models") / "flux")
+def flux(tmp_path_factory) -> Case:
+    """The FLUX script and a pipeline of 3 double and 5 single blocks."""
+    folder = ready(build_tiny_flux(tmp_path_factory.mktemp("models") / "flux"))
+    trained = ("transformer_blocks.2.", "single_transformer_blocks.0.", "single_transformer_blocks.1.")
+    return Case(flux_script, folder, 64, ("--skip_first", 2, "--skip_last", 3), trained)
+
+
+@pytest.fixture(scope="session")
+def sana(tmp_path_factory) -> Case:
+    """The SANA script and a pipeline of 6 blocks."""
+    folder = ready(build_tiny_sana(tmp_path_factory.mktemp("models") / "sana"))
+    trained = ("transformer_blocks.2.", "transformer_blocks.3.")
+    return Case(sana_script, folder, 128, ("--skip_first", 2, "--skip_last", 2), trained)
+
+
+@pytest.fixture(params=["flux", "sana"], scope="session")
+def case(request) -> Case:
+    """Each script in turn."""
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture
@@ -101,38 +180,11 @@ def legal_counts(depth: int) -> list[tuple[int, int]]:
     return [(n, m) for n in range(depth) for m in range(depth - n)]
 
 
-def command(pipeline, photos, output, *extra, prompt="a photo of sks", steps=2) -> list[str]:
-    """The flags of a quick run on the tiny FLUX."""
-    base = {
-        "--pretrained_model_name_or_path": pipeline,
-        "--instance_data_dir": photos,
-        "--output_dir": output,
-        "--resolution": 64,
-        "--patch_resolution": 32,
-        "--max_sequence_length": 32,
-        "--train_batch_size": 1,
-        "--max_train_steps": steps,
-        "--seed": 0,
-        "--report_to": "none",
-    }
-    if prompt:
-        base["--instance_prompt"] = prompt
-    extra = [str(word) for word in extra]
-    given = [word for pair in base.items() if pair[0] not in extra and pair[1] is not None for word in pair]
-    return [str(word) for word in given] + extra
-
-
 def reset_accelerate() -> None:
     """Forget the accelerator of an earlier run in this process."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
     PartialState._reset_state()
-
-
-def run_flux(arguments: list[str]) -> None:
-    """Run the FLUX script in this process."""
-    reset_accelerate()
-    flux_script.main(flux_script.parse_args([str(word) for word in arguments]))
 
 
 def launch(

@@ -29,10 +29,10 @@ from PIL import Image
 from transformers import PreTrainedModel
 
 import blockskip_utils as blockskip
-from conftest import CATS, FLUX_SCRIPT, command, flux_script, launch, reset_accelerate, run_flux
+from conftest import CATS, flux_script, launch, reset_accelerate
 
 
-def refusal(arguments, monkeypatch, capsys) -> str:
+def refusal(arguments, monkeypatch, capsys, script=flux_script) -> str:
     """The one line that a run is refused with; fails if weights are loaded, or if it takes long."""
 
     def forbidden(*args, **kwargs):
@@ -43,7 +43,7 @@ def refusal(arguments, monkeypatch, capsys) -> str:
     reset_accelerate()
     begin = time.perf_counter()
     with pytest.raises(SystemExit) as exit:
-        flux_script.main(flux_script.parse_args([str(word) for word in arguments]))
+        script.main(script.parse_args([str(word) for word in arguments]))
     seconds = time.perf_counter() - begin
     message = exit.value.code if isinstance(exit.value.code, str) else capsys.readouterr().err.strip()
     assert exit.value.code != 0 and message.count("\n") == 0 and "error: " in message and len(message) < 600
@@ -111,9 +111,9 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("flags", MISTAKES)
-def test_a_mistake_in_the_flags_is_one_plain_line(tiny_flux, tmp_path, monkeypatch, capsys, flags):
+def test_a_mistake_in_the_flags_is_one_plain_line(flux, tmp_path, monkeypatch, capsys, flags):
     given = flags.split(" ")
-    message = refusal(command(tiny_flux, CATS, tmp_path / "out", *given), monkeypatch, capsys)
+    message = refusal(flux.command(CATS, tmp_path / "out", *given), monkeypatch, capsys)
     for part in MISTAKES[flags]:
         assert part in message
     assert not (tmp_path / "out").exists()
@@ -129,15 +129,15 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize("flags", HARMLESS)
-def test_flags_of_usual_commands_that_change_nothing_are_accepted(tiny_flux, tmp_path, flags):
+def test_flags_of_usual_commands_that_change_nothing_are_accepted(flux, tmp_path, flags):
     name, _, value = flags.partition(" ")
-    run_flux(command(tiny_flux, CATS, tmp_path / "out", *([name, value] if value else [name]), steps=1))
+    flux.run(flux.command(CATS, tmp_path / "out", *([name, value] if value else [name]), steps=1))
 
 
-def test_patch_resolution_follows_a_small_resolution_unless_given(tiny_flux, tmp_path):
-    arguments = command(tiny_flux, CATS, tmp_path / "out", "--resolution", 32, "--keep_residuals", steps=1)
+def test_patch_resolution_follows_a_small_resolution_unless_given(flux, tmp_path):
+    arguments = flux.command(CATS, tmp_path / "out", "--resolution", 32, "--keep_residuals", steps=1)
     at = arguments.index("--patch_resolution")
-    run_flux(arguments[:at] + arguments[at + 2 :])
+    flux.run(arguments[:at] + arguments[at + 2 :])
     assert (tmp_path / "out" / "pytorch_lora_weights.safetensors").exists()
 
 
@@ -150,21 +150,21 @@ def test_patch_resolution_follows_a_small_resolution_unless_given(tiny_flux, tmp
         (("--report_to", "tensorboard"), ["tensorboard", "tensorboardX"]),
     ],
 )
-def test_a_missing_package_is_named_with_the_flag(tiny_flux, tmp_path, monkeypatch, capsys, flag, packages):
+def test_a_missing_package_is_named_with_the_flag(flux, tmp_path, monkeypatch, capsys, flag, packages):
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name in packages else find(name, *rest)
     )
-    message = refusal(command(tiny_flux, CATS, tmp_path / "out", *flag), monkeypatch, capsys)
+    message = refusal(flux.command(CATS, tmp_path / "out", *flag), monkeypatch, capsys)
     assert f"pip install {packages[0]}" in message and " ".join(flag) in message
 
 
-def test_a_package_that_is_too_old_is_named(tiny_flux, tmp_path, monkeypatch, capsys):
+def test_a_package_that_is_too_old_is_named(flux, tmp_path, monkeypatch, capsys):
     version = blockskip.importlib.metadata.version
     monkeypatch.setattr(
         blockskip.importlib.metadata, "version", lambda name: "0.34.0" if name == "diffusers" else version(name)
     )
-    message = refusal(command(tiny_flux, CATS, tmp_path / "out"), monkeypatch, capsys)
+    message = refusal(flux.command(CATS, tmp_path / "out"), monkeypatch, capsys)
     assert "diffusers 0.34.0" in message and "0.35.0" in message
 
 
@@ -192,30 +192,31 @@ HALF_A_JPEG = (CATS / "cat_1.jpg").read_bytes()[:30000]
     ],
     ids=["empty", "imageless", "truncated", "no picture"],
 )
-def test_photos_that_cannot_be_used(tiny_flux, tmp_path, monkeypatch, capsys, files, parts):
+def test_photos_that_cannot_be_used(flux, tmp_path, monkeypatch, capsys, files, parts):
     folder = photo_folder(tmp_path, files)
-    message = refusal(command(tiny_flux, folder, tmp_path / "out"), monkeypatch, capsys)
+    message = refusal(flux.command(folder, tmp_path / "out"), monkeypatch, capsys)
     assert all(part in message for part in parts) and str(folder) in message
 
 
-def test_folders_that_are_not_there(tiny_flux, tmp_path, monkeypatch, capsys):
-    message = refusal(command(tiny_flux, tmp_path / "nowhere", tmp_path / "out"), monkeypatch, capsys)
+def test_folders_that_are_not_there(flux, tmp_path, monkeypatch, capsys):
+    message = refusal(flux.command(tmp_path / "nowhere", tmp_path / "out"), monkeypatch, capsys)
     assert "--instance_data_dir" in message and "nowhere" in message
-    message = refusal(command(tmp_path / "model", CATS, tmp_path / "out"), monkeypatch, capsys)
+    arguments = flux.command(CATS, tmp_path / "out", "--pretrained_model_name_or_path", tmp_path / "model")
+    message = refusal(arguments, monkeypatch, capsys)
     assert "--pretrained_model_name_or_path" in message
     (tmp_path / "file").write_text("")
-    message = refusal(command(tiny_flux, CATS, tmp_path / "file" / "out"), monkeypatch, capsys)
+    message = refusal(flux.command(CATS, tmp_path / "file" / "out"), monkeypatch, capsys)
     assert "--output_dir" in message and "is a file" in message
 
 
 @pytest.mark.parametrize("missing", ["instance_prompt", "instance_data_dir", "pretrained_model_name_or_path"])
-def test_flags_that_must_be_given(tiny_flux, tmp_path, monkeypatch, capsys, missing):
-    arguments = command(tiny_flux, CATS, tmp_path / "out")
+def test_flags_that_must_be_given(flux, tmp_path, monkeypatch, capsys, missing):
+    arguments = flux.command(CATS, tmp_path / "out")
     at = arguments.index(f"--{missing}")
     assert f"--{missing}" in refusal(arguments[:at] + arguments[at + 2 :], monkeypatch, capsys)
 
 
-def test_stray_files_beside_the_photos_are_named_once_and_passed_over(tiny_flux, tmp_path, caplog):
+def test_stray_files_beside_the_photos_are_named_once_and_passed_over(flux, tmp_path, caplog):
     folder = photo_folder(
         tmp_path, {"b.png": "photo", "A.JPG": "photo", ".DS_Store": b"x", "0.txt": b"", "e.png": b""}
     )
@@ -229,11 +230,11 @@ def test_stray_files_beside_the_photos_are_named_once_and_passed_over(tiny_flux,
 
 
 @pytest.mark.parametrize("caption", ["5", "[1]", '{"a": 1}', "true"])
-def test_a_caption_that_is_no_text_is_named_with_its_photo(tiny_flux, colours, tmp_path, monkeypatch, capsys, caption):
+def test_a_caption_that_is_no_text_is_named_with_its_photo(flux, colours, tmp_path, monkeypatch, capsys, caption):
     lines = (colours / "metadata.jsonl").read_text().splitlines()
     lines[2] = f'{{"file_name": "blue.png", "text": {caption}}}'
     (colours / "metadata.jsonl").write_text("\n".join(lines))
-    arguments = command(tiny_flux, colours, tmp_path / "out", "--caption_column", "text")
+    arguments = flux.command(colours, tmp_path / "out", "--caption_column", "text")
     assert "blue.png" in refusal(arguments, monkeypatch, capsys)
 
 
@@ -246,29 +247,29 @@ def test_a_caption_that_is_no_text_is_named_with_its_photo(tiny_flux, colours, t
         ('{"file_name": "gone.png", "text": "x"}', "gone.png"),
     ],
 )
-def test_metadata_that_does_not_fit_is_named(tiny_flux, colours, tmp_path, monkeypatch, capsys, line, part):
+def test_metadata_that_does_not_fit_is_named(flux, colours, tmp_path, monkeypatch, capsys, line, part):
     with (colours / "metadata.jsonl").open("a") as file:
         file.write(line)
-    arguments = command(tiny_flux, colours, tmp_path / "out", "--caption_column", "text")
+    arguments = flux.command(colours, tmp_path / "out", "--caption_column", "text")
     assert part in refusal(arguments, monkeypatch, capsys)
 
 
-def test_a_photo_without_caption_and_no_instance_prompt(tiny_flux, colours, tmp_path, monkeypatch, capsys):
+def test_a_photo_without_caption_and_no_instance_prompt(flux, colours, tmp_path, monkeypatch, capsys):
     (colours / "metadata.jsonl").write_text('{"file_name": "red.png", "text": "red"}\n')
-    arguments = command(tiny_flux, colours, tmp_path / "out", "--caption_column", "text", prompt=None)
+    arguments = flux.command(colours, tmp_path / "out", "--caption_column", "text", prompt=None)
     assert "black.png" in refusal(arguments, monkeypatch, capsys)
 
 
-def test_a_dataset_without_the_column(tiny_flux, colours, tmp_path, monkeypatch, capsys):
-    arguments = command(tiny_flux, "", tmp_path / "out", "--dataset_name", colours, "--caption_column", "words")
+def test_a_dataset_without_the_column(flux, colours, tmp_path, monkeypatch, capsys):
+    arguments = flux.command("", tmp_path / "out", "--dataset_name", colours, "--caption_column", "words")
     message = refusal([*arguments, "--cache_dir", tmp_path / "cache"], monkeypatch, capsys)
     assert "--caption_column words" in message and "text" in message
 
 
-def test_residuals_of_another_run_are_refused_with_what_differs(tiny_flux, tmp_path, monkeypatch, capsys):
+def test_residuals_of_another_run_are_refused_with_what_differs(flux, tmp_path, monkeypatch, capsys):
     where = ("--residual_dir", tmp_path / "residuals")
     base = ("--skip_first", 2, "--skip_last", 3, *where)
-    run_flux(command(tiny_flux, CATS, tmp_path / "out", *base, "--keep_residuals", steps=1))
+    flux.run(flux.command(CATS, tmp_path / "out", *base, "--keep_residuals", steps=1))
     before = {path: path.read_bytes() for path in (tmp_path / "residuals").iterdir()}
     changes = {
         ("--seed", 1): "seed",
@@ -288,16 +289,16 @@ def test_residuals_of_another_run_are_refused_with_what_differs(tiny_flux, tmp_p
             if flag not in flags
             for word in (flag, 2 + (flag[7] == "l"))
         ]
-        arguments = command(tiny_flux, CATS, tmp_path / "out2", *where, *kept, *flags)
+        arguments = flux.command(CATS, tmp_path / "out2", *where, *kept, *flags)
         message = refusal(arguments, monkeypatch, capsys)
         assert f"differs in {name}" in message and "--residual_dir" in message
     assert {path: path.read_bytes() for path in (tmp_path / "residuals").iterdir()} == before
 
 
-def test_a_full_disk_is_foreseen(tiny_flux, tmp_path, monkeypatch, capsys):
+def test_a_full_disk_is_foreseen(flux, tmp_path, monkeypatch, capsys):
     usage = collections.namedtuple("usage", "total used free")(100, 99, 1)
     monkeypatch.setattr(blockskip.shutil, "disk_usage", lambda path: usage)
-    message = refusal(command(tiny_flux, CATS, tmp_path / "out"), monkeypatch, capsys)
+    message = refusal(flux.command(CATS, tmp_path / "out"), monkeypatch, capsys)
     assert "free" in message and "--residual_dir" in message and "--residual_refresh_steps" in message
 
 
@@ -313,33 +314,33 @@ def test_a_full_disk_is_foreseen(tiny_flux, tmp_path, monkeypatch, capsys):
         (("--lora_layers", "attn.to_q"), "--lora_layers"),
     ],
 )
-def test_resuming_as_another_run_is_refused(tiny_flux, tmp_path, monkeypatch, capsys, flags, part):
+def test_resuming_as_another_run_is_refused(flux, tmp_path, monkeypatch, capsys, flags, part):
     out, kept = tmp_path / "out", ("--skip_first", 2) if "--skip_first" not in flags else ()
-    run_flux(command(tiny_flux, CATS, out, "--skip_first", 2, "--checkpointing_steps", 1, steps=1))
+    flux.run(flux.command(CATS, out, "--skip_first", 2, "--checkpointing_steps", 1, steps=1))
     resume = ("--resume_from_checkpoint", "latest")
-    assert part in refusal(command(tiny_flux, CATS, out, *kept, *flags, *resume, steps=2), monkeypatch, capsys)
+    assert part in refusal(flux.command(CATS, out, *kept, *flags, *resume, steps=2), monkeypatch, capsys)
 
 
-def test_a_checkpoint_with_a_part_missing_is_refused(tiny_flux, tmp_path, monkeypatch, capsys):
+def test_a_checkpoint_with_a_part_missing_is_refused(flux, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
-    run_flux(command(tiny_flux, CATS, out, "--checkpointing_steps", 1, steps=1))
+    flux.run(flux.command(CATS, out, "--checkpointing_steps", 1, steps=1))
     (out / "checkpoint-1" / "random_states_0.pkl").unlink()
     resume = ("--resume_from_checkpoint", "latest")
-    message = refusal(command(tiny_flux, CATS, out, *resume, steps=2), monkeypatch, capsys)
+    message = refusal(flux.command(CATS, out, *resume, steps=2), monkeypatch, capsys)
     assert "random_states_0.pkl" in message and "checkpoint-1" in message
 
 
-def test_the_command_line_itself_ends_with_one_line_and_a_status(tiny_flux, tmp_path):
-    done = launch(FLUX_SCRIPT, command(tiny_flux, CATS, tmp_path / "out", "--skip_first", 9))
+def test_the_command_line_itself_ends_with_one_line_and_a_status(flux, tmp_path):
+    done = launch(flux.file, flux.command(CATS, tmp_path / "out", "--skip_first", 9))
     errors = [line for line in done.stderr.splitlines() if "error: " in line]
     assert done.returncode == 1 and len(errors) == 1 and "Traceback" not in done.stderr
-    done = launch(FLUX_SCRIPT, command(tiny_flux, CATS, tmp_path / "out", "--resolution", "x"))
+    done = launch(flux.file, flux.command(CATS, tmp_path / "out", "--resolution", "x"))
     assert done.returncode == 2 and "usage" not in done.stderr
 
 
 def test_help_names_every_flag_of_the_official_script():
     shown = subprocess.run(
-        [sys.executable, str(FLUX_SCRIPT), "--help"],
+        [sys.executable, flux_script.__file__, "--help"],
         capture_output=True,
         text=True,
         env={**os.environ, "COLUMNS": "200"},

@@ -21,9 +21,9 @@ import json
 import pathlib
 
 import pytest
-from test_flux_run import assert_same_lora
+from test_runs import assert_same_lora
 
-from conftest import CATS, FLUX_SCRIPT, command, launch
+from conftest import CATS, launch
 
 OBSERVED = pathlib.Path(__file__).with_name("observed_run.py")
 FLAGS = (
@@ -45,10 +45,10 @@ def events(rank, kind):
 
 
 @pytest.fixture(scope="module")
-def straight(tiny_flux, tmp_path_factory):
+def straight(flux, tmp_path_factory):
     """A run of 5 steps in 2 processes, with a refresh after the third."""
     folder = tmp_path_factory.mktemp("straight")
-    done, ranks = observe(folder, command(tiny_flux, CATS, folder / "out", *FLAGS, steps=5))
+    done, ranks = observe(folder, flux.command(CATS, folder / "out", *FLAGS, steps=5))
     assert done.returncode == 0, done.stderr
     return folder, ranks, done
 
@@ -86,9 +86,9 @@ def test_checkpoint_holds_the_state_of_every_process_and_messages_come_once(stra
 
 
 @pytest.mark.parametrize("kill_after", [1, 4])
-def test_killed_and_resumed_run_ends_like_the_straight_one(tiny_flux, straight, tmp_path, kill_after):
+def test_killed_and_resumed_run_ends_like_the_straight_one(flux, straight, tmp_path, kill_after):
     folder, ranks, _ = straight
-    arguments = command(tiny_flux, CATS, tmp_path / "out", *FLAGS, steps=5)
+    arguments = flux.command(CATS, tmp_path / "out", *FLAGS, steps=5)
     done, _ = observe(tmp_path / "killed", arguments, "--kill_after", str(kill_after))
     assert done.returncode != 0
     done, resumed = observe(tmp_path / "resumed", [*arguments, "--resume_from_checkpoint", "latest"])
@@ -100,11 +100,11 @@ def test_killed_and_resumed_run_ends_like_the_straight_one(tiny_flux, straight, 
     assert_same_lora(folder / "out", tmp_path / "out")
 
 
-def test_schedule_captions_and_class_images_with_two_processes(tiny_flux, colours, tmp_path):
+def test_schedule_captions_and_class_images_with_two_processes(flux, colours, tmp_path):
     prior = ("--with_prior_preservation", "--class_data_dir", tmp_path / "class", "--class_prompt", "c")
     flags = ("--num_class_images", 3, "--num_train_epochs", 2, "--lr_scheduler", "linear", "--lr_warmup_steps", 0)
     data = ("--instance_data_dir", "", "--dataset_name", colours, "--caption_column", "text", "--cache_dir", tmp_path)
-    arguments = command(tiny_flux, colours, tmp_path / "out", *prior, *flags, *data, prompt=None, steps=None)
+    arguments = flux.command(colours, tmp_path / "out", *prior, *flags, *data, prompt=None, steps=None)
     done, ranks = observe(tmp_path / "seen", arguments)
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "class").glob("*.png"))) == 3
@@ -117,13 +117,13 @@ def test_schedule_captions_and_class_images_with_two_processes(tiny_flux, colour
     assert len(set(prompts[:5])) == len(set(prompts[5:10])) == 5  # each epoch sees every photo, over both processes
 
 
-def test_a_mistake_is_said_once(tiny_flux, tmp_path):
-    done = launch(FLUX_SCRIPT, command(tiny_flux, CATS, tmp_path / "out", "--skip_first", 9), processes=2)
+def test_a_mistake_is_said_once(flux, tmp_path):
+    done = launch(flux.file, flux.command(CATS, tmp_path / "out", "--skip_first", 9), processes=2)
     assert done.returncode != 0 and done.stderr.count("error: --skip_first") == 1
 
 
-def test_resuming_with_another_number_of_processes_is_refused(tiny_flux, straight):
+def test_resuming_with_another_number_of_processes_is_refused(flux, straight):
     folder, _, _ = straight
-    arguments = command(tiny_flux, CATS, folder / "out", *FLAGS, "--resume_from_checkpoint", "checkpoint-4", steps=6)
-    done = launch(FLUX_SCRIPT, arguments)
+    arguments = flux.command(CATS, folder / "out", *FLAGS, "--resume_from_checkpoint", "checkpoint-4", steps=6)
+    done = launch(flux.file, arguments)
     assert done.returncode == 1 and "number of processes 2, now it is 1" in done.stderr
