@@ -76,6 +76,7 @@ from diffusers.utils.hub_utils import MODEL_CARD_TEMPLATE_PATH, populate_model_c
 from huggingface_hub import ModelCard, ModelCardData
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
 from PIL import Image, ImageOps
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -155,6 +156,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, max_sequence_length:
     group.add_argument("--pretrained_model_name_or_path", required=True, help="Folder or hub id of the pipeline.")
     group.add_argument("--revision", help="Branch, tag or commit of the hub repository.")
     group.add_argument("--variant", help="Which set of weight files to load, such as fp16.")
+    group.add_argument("--enable_vae_tiling", action="store_true", help="Let the VAE work on large images in tiles.")
     group.add_argument("--cache_dir", help="Where downloads are kept instead of the usual cache.")
     group.add_argument(
         "--max_sequence_length", type=POSITIVE, default=max_sequence_length, help="Text tokens a prompt is padded to."
@@ -388,7 +390,7 @@ _CONDITIONAL_FLAGS: list[tuple[tuple[str, ...], Callable[[argparse.Namespace], b
 
 def flag_problems(args: argparse.Namespace, family: "ModelFamily") -> Iterator[str]:
     """Yield one plain sentence for every contradiction among the flags that shows without looking at any file."""
-    defaults = family.parser().parse_args(["--pretrained_model_name_or_path", ""])
+    defaults = family.parse_args(["--pretrained_model_name_or_path", ""])
     for flags, is_read, remedy in _CONDITIONAL_FLAGS:
         for flag in flags:
             if getattr(args, flag) != getattr(defaults, flag) and not is_read(args):
@@ -1382,7 +1384,7 @@ class ModelFamily:
 
     Attributes:
         name: For messages and the model card.
-        parser: Builds the script's argument parser.
+        parse_args: Of the script.
         flag_problems: (args, defaults) -> sentences about flags that only this script has.
         pipeline_class, transformer_class: Of diffusers.
         pixel_multiple: Sizes in pixels must be multiples of it: VAE factor times patch size of the transformer.
@@ -1398,7 +1400,7 @@ class ModelFamily:
     """
 
     name: str
-    parser: Callable[[], argparse.ArgumentParser]
+    parse_args: Callable[[list[str] | None], argparse.Namespace]
     flag_problems: Callable[[argparse.Namespace, argparse.Namespace], Iterable[str]]
     pipeline_class: type
     transformer_class: type
@@ -1694,7 +1696,7 @@ def fingerprint(run: Run, period: Period, period_lora: str | None) -> dict[str, 
         "skip counts": [plan.skip_first, plan.skip_last],
         "timesteps": [args.weighting_scheme, args.logit_mean, args.logit_std, args.mode_scale, args.timestep_shift],
         "text": {name: getattr(args, name) for name in run.family.text_flags},
-        "precision": [str(run.weight_dtype), args.residual_dtype, args.precompute_batch_size],
+        "precision": [str(run.weight_dtype), args.residual_dtype, args.precompute_batch_size, args.enable_vae_tiling],
         "device": run.accelerator.device.type,
         "seed": plan.seed,
         "processes": plan.num_processes,
@@ -1825,6 +1827,8 @@ def load_vae(run: Run) -> nn.Module:
     vae = vae_class.from_pretrained(
         run.model_folder, subfolder="vae", torch_dtype=torch.float32, variant=run.args.variant, use_safetensors=True
     )
+    if run.args.enable_vae_tiling:
+        vae.enable_tiling()
     return vae.requires_grad_(False).eval()
 
 
@@ -1924,6 +1928,11 @@ def add_lora(transformer: nn.Module, plan: Plan, args: argparse.Namespace) -> No
         )
     )
     cast_training_params(transformer, dtype=torch.float32)
+    for module in transformer.modules():
+        if isinstance(module, BaseTunerLayer):
+            # peft would cast inputs to the LoRA's fp32, and autocast back: the same values, but each layer would keep
+            # a copy of its own for the backward pass, where to_q, to_k and to_v can share one
+            module.cast_input_dtype_enabled = False
 
 
 def lora_weights(transformer: nn.Module) -> dict[str, torch.Tensor]:

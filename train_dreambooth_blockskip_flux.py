@@ -53,8 +53,11 @@ LORA_LAYERS = (
 )
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """All flags: those of the official FLUX script, and those of BlockSkip."""
+def parse_args(input_args: list[str] | None = None) -> argparse.Namespace:
+    """Parse a command line: the flags of the official FLUX script, and those of BlockSkip.
+
+    A mistake ends the program with one line and status 2.
+    """
     parser = blockskip.OneLineParser(description=__doc__.split("\n")[0])
     blockskip.add_model_arguments(parser, max_sequence_length=512)
     blockskip.add_data_arguments(parser)
@@ -66,12 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--guidance_scale", type=float, default=3.5, help="Guidance told to the model in training.")
     group.add_argument("--train_text_encoder", action="store_true", help="Refused: residuals rest on embeddings.")
     group.add_argument("--text_encoder_lr", type=float, default=5e-6, help="Only for --train_text_encoder.")
-    return parser
-
-
-def parse_args(input_args: list[str] | None = None) -> argparse.Namespace:
-    """Parse a command line, or the list given; a mistake ends the program with one line and status 2."""
-    return build_parser().parse_args(input_args)
+    return parser.parse_args(input_args)
 
 
 def flag_problems(args: argparse.Namespace, defaults: argparse.Namespace) -> Iterator[str]:
@@ -169,7 +167,7 @@ def generate_images(
 
 FLUX = blockskip.ModelFamily(
     name="FLUX",
-    parser=build_parser,
+    parse_args=parse_args,
     flag_problems=flag_problems,
     pipeline_class=FluxPipeline,
     transformer_class=FluxTransformer2DModel,

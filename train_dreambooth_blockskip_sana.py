@@ -46,8 +46,11 @@ NEGATIVE_PROMPT = ""  # what guidance moves away from at inference, by the pipel
 INSTRUCTION = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """All flags: those of the official SANA script, and those of BlockSkip."""
+def parse_args(input_args: list[str] | None = None) -> argparse.Namespace:
+    """Parse a command line: the flags of the official SANA script, and those of BlockSkip.
+
+    A mistake ends the program with one line and status 2.
+    """
     parser = blockskip.OneLineParser(description=__doc__.split("\n")[0])
     blockskip.add_model_arguments(parser, max_sequence_length=300)
     blockskip.add_data_arguments(parser)
@@ -60,12 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--complex_human_instruction",
         help="Text put before every prompt, lines parted by newlines; default: the pipeline's own, '' for none.",
     )
-    return parser
-
-
-def parse_args(input_args: list[str] | None = None) -> argparse.Namespace:
-    """Parse a command line, or the list given; a mistake ends the program with one line and status 2."""
-    return build_parser().parse_args(input_args)
+    return parser.parse_args(input_args)
 
 
 def flag_problems(args: argparse.Namespace, defaults: argparse.Namespace) -> Iterator[str]:
@@ -150,7 +148,7 @@ def generate_images(
 
 SANA = blockskip.ModelFamily(
     name="SANA",
-    parser=build_parser,
+    parse_args=parse_args,
     flag_problems=flag_problems,
     pipeline_class=SanaPipeline,
     transformer_class=SanaTransformer2DModel,

@@ -28,7 +28,7 @@ os.environ["ACCELERATE_USE_CPU"] = "true"
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from diffusers import DiffusionPipeline, FluxTransformer2DModel
+from diffusers import DiffusionPipeline, FluxTransformer2DModel, SanaTransformer2DModel
 from PIL import Image
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -171,6 +171,42 @@ def flux_inputs(batch: int = 2, side: int = 2, text: int = 5, dtype: torch.dtype
         "guidance": torch.full((batch,), 3.5).to(dtype),
         "img_ids": ids.reshape(-1, 3).to(dtype),
         "txt_ids": torch.zeros(text, 3).to(dtype),
+        "return_dict": False,
+    }
+
+
+def make_sana(dtype: torch.dtype = torch.float32, seed: int = 0):
+    """A small SANA transformer in memory, of 5 blocks, with weights large enough that every block matters."""
+    torch.manual_seed(seed)
+    transformer = SanaTransformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_layers=5,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        num_cross_attention_heads=2,
+        cross_attention_head_dim=8,
+        cross_attention_dim=16,
+        caption_channels=12,
+        sample_size=4,
+        mlp_ratio=2.0,
+    )
+    for name, parameter in transformer.named_parameters():
+        if parameter.ndim > 1 and "scale_shift_table" not in name:
+            torch.nn.init.normal_(parameter, std=1.0 / parameter[0].numel() ** 0.5)
+    return transformer.to(dtype).eval()
+
+
+def sana_inputs(batch: int = 2, side: int = 3, text: int = 5, dtype: torch.dtype = torch.float32) -> dict:
+    """Keyword arguments of a forward pass of `make_sana`."""
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.ones(batch, text, dtype=torch.long)
+    mask[:, -1] = 0
+    return {
+        "hidden_states": torch.randn(batch, 4, side, side, generator=generator).to(dtype),
+        "encoder_hidden_states": torch.randn(batch, text, 12, generator=generator).to(dtype),
+        "encoder_attention_mask": mask,
+        "timestep": torch.linspace(300, 900, batch).to(dtype),
         "return_dict": False,
     }
 

@@ -26,13 +26,21 @@ import torch
 from peft import LoraConfig
 
 import blockskip_utils as blockskip
-from conftest import flux_inputs, legal_counts, make_flux
-from train_dreambooth_blockskip_flux import LORA_LAYERS
+from conftest import flux_inputs, flux_script, legal_counts, make_flux, make_sana, sana_inputs, sana_script
 
-COUNTS = legal_counts(8)
+MODELS = {"flux": (make_flux, flux_inputs), "sana": (make_sana, sana_inputs)}
+LORA_LAYERS = {
+    "flux": flux_script.LORA_LAYERS,
+    "sana": (*sana_script.LORA_LAYERS, "to_out.0", "conv_inverted", "conv_point"),
+}
+DEPTH = {"flux": 8, "sana": 5}
+EVERY = [(kind, *counts) for kind in MODELS for counts in legal_counts(DEPTH[kind])]
+every_model_and_count = pytest.mark.parametrize(
+    ("kind", "counts"), [(kind, (n, m)) for kind, n, m in EVERY], ids=[f"{kind}-{n}-{m}" for kind, n, m in EVERY]
+)
 
 
-def with_lora(transformer, skip_first, skip_last, layers=LORA_LAYERS, random_b=True):
+def with_lora(transformer, skip_first, skip_last, layers, random_b=True):
     """Add a LoRA on the middle blocks, with random B so that every factor gets a gradient."""
     targets = blockskip.lora_target_names(transformer, skip_first, skip_last, layers)
     transformer.requires_grad_(False)
@@ -53,6 +61,29 @@ def recorded(transformer, skip_first, skip_last, inputs):
 
 def by_hand(transformer, skip_first, skip_last, residuals, inputs):
     """The method without hooks: embed, + residual, kept blocks, + residual, head."""
+    method = flux_by_hand if "img_ids" in inputs else sana_by_hand
+    return method(transformer, skip_first, skip_last, residuals, inputs)
+
+
+def sana_by_hand(transformer, skip_first, skip_last, residuals, inputs):
+    noisy, mask = inputs["hidden_states"], inputs["encoder_attention_mask"]
+    batch, _, height, width = noisy.shape
+    hidden = transformer.patch_embed(noisy)
+    time, embedded_time = transformer.time_embed(inputs["timestep"], batch_size=batch, hidden_dtype=hidden.dtype)
+    text = transformer.caption_norm(transformer.caption_projection(inputs["encoder_hidden_states"]))
+    bias = ((1 - mask.to(hidden.dtype)) * -10000.0)[:, None]
+    blocks = list(transformer.transformer_blocks)
+    if skip_first:
+        hidden = hidden + residuals["first.hidden_states"]
+    for block in blocks[skip_first : len(blocks) - skip_last]:
+        hidden = block(hidden, None, text, bias, time, height, width)
+    if skip_last:
+        hidden = hidden + residuals["last.hidden_states"]
+    hidden = transformer.proj_out(transformer.norm_out(hidden, embedded_time, transformer.scale_shift_table))
+    return hidden.transpose(1, 2).reshape(batch, -1, height, width)  # patches of one latent cell
+
+
+def flux_by_hand(transformer, skip_first, skip_last, residuals, inputs):
     inputs = {name: value for name, value in inputs.items() if name != "return_dict"}
     hidden = transformer.x_embedder(inputs["hidden_states"])
     text = transformer.context_embedder(inputs["encoder_hidden_states"])
@@ -72,9 +103,10 @@ def by_hand(transformer, skip_first, skip_last, residuals, inputs):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("counts", COUNTS, ids=lambda c: f"{c[0]}-{c[1]}")
-def test_skipped_model_equals_full_model_at_initialisation(counts, checkpointing):
-    transformer, inputs = with_lora(make_flux(), *counts, random_b=False), flux_inputs()
+@every_model_and_count
+def test_skipped_model_equals_full_model_at_initialisation(kind, counts, checkpointing):
+    make, make_inputs = MODELS[kind]
+    transformer, inputs = with_lora(make(), *counts, LORA_LAYERS[kind], random_b=False), make_inputs()
     if checkpointing:
         transformer.enable_gradient_checkpointing()
     residuals, full = recorded(transformer, *counts, inputs)
@@ -88,11 +120,13 @@ def test_skipped_model_equals_full_model_at_initialisation(counts, checkpointing
         assert torch.equal(transformer(**inputs)[0], full)
 
 
-@pytest.mark.parametrize("counts", [(0, 0), (2, 3), (4, 2), (1, 6), (7, 0), (0, 7)], ids=str)
-def test_bf16_model_equals_full_model_within_rounding(counts):
-    transformer, inputs = make_flux(dtype=torch.bfloat16), flux_inputs(dtype=torch.bfloat16)
+@pytest.mark.parametrize("counts", [(0, 0), (2, 2), (1, 3), (3, 1), (4, 0), (0, 4)], ids=str)
+@pytest.mark.parametrize("kind", MODELS)
+def test_bf16_model_equals_full_model_within_rounding(kind, counts):
+    make, make_inputs = MODELS[kind]
+    transformer, inputs = make(dtype=torch.bfloat16), make_inputs(dtype=torch.bfloat16)
     residuals, full = recorded(transformer, *counts, inputs)
-    exact = make_flux()(**flux_inputs())[0]
+    exact = make()(**make_inputs())[0]
     with blockskip.skip_blocks(transformer, *counts) as handle, torch.no_grad():
         handle.set_residuals(residuals)
         skipped = transformer(**inputs)[0]
@@ -100,9 +134,10 @@ def test_bf16_model_equals_full_model_within_rounding(counts):
     assert (skipped.float() - full.float()).abs().max() <= rounding
 
 
-@pytest.mark.parametrize("counts", COUNTS, ids=lambda c: f"{c[0]}-{c[1]}")
-def test_skipped_model_equals_the_method_written_out(counts):
-    transformer, inputs = make_flux(dtype=torch.float64), flux_inputs(dtype=torch.float64)
+@every_model_and_count
+def test_skipped_model_equals_the_method_written_out(kind, counts):
+    make, make_inputs = MODELS[kind]
+    transformer, inputs = make(dtype=torch.float64), make_inputs(dtype=torch.float64)
     residuals, _ = recorded(transformer, *counts, inputs)
     residuals = {name: 0.5 * value for name, value in residuals.items()}  # not what the blocks would have done
     wanted = by_hand(transformer, *counts, residuals, inputs)
@@ -115,15 +150,16 @@ def lora_gradients(transformer, inputs, handle=None, residuals=None):
     transformer.zero_grad(set_to_none=True)
     if handle:
         handle.set_residuals(residuals)
-    weights = torch.linspace(-1, 1, 8, dtype=inputs["hidden_states"].dtype)
-    (transformer(**inputs)[0] * weights).square().sum().backward()
+    output = transformer(**inputs)[0]
+    (output * torch.linspace(-1, 1, output.shape[-1], dtype=output.dtype)).square().sum().backward()
     return {name: p.grad.clone() for name, p in transformer.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("skip_first", range(8))
-def test_without_skipping_at_the_back_every_gradient_equals_the_full_models(skip_first):
-    transformer = with_lora(make_flux(dtype=torch.float64), skip_first, 0)
-    inputs = flux_inputs(dtype=torch.float64)
+@pytest.mark.parametrize(("kind", "skip_first"), [(kind, n) for kind in MODELS for n in range(DEPTH[kind])])
+def test_without_skipping_at_the_back_every_gradient_equals_the_full_models(kind, skip_first):
+    make, make_inputs = MODELS[kind]
+    transformer = with_lora(make(dtype=torch.float64), skip_first, 0, LORA_LAYERS[kind])
+    inputs = make_inputs(dtype=torch.float64)
     full = lora_gradients(transformer, inputs)
     residuals, _ = recorded(transformer, skip_first, 0, inputs)
     handle = blockskip.skip_blocks(transformer, skip_first, 0)
@@ -133,10 +169,11 @@ def test_without_skipping_at_the_back_every_gradient_equals_the_full_models(skip
         torch.testing.assert_close(skipped[name], full[name], rtol=1e-9, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("counts", COUNTS, ids=lambda c: f"{c[0]}-{c[1]}")
-def test_every_lora_parameter_gets_a_gradient_with_and_without_checkpointing(counts):
-    transformer = with_lora(make_flux(dtype=torch.float64), *counts)
-    inputs = flux_inputs(dtype=torch.float64)
+@every_model_and_count
+def test_every_lora_parameter_gets_a_gradient_with_and_without_checkpointing(kind, counts):
+    make, make_inputs = MODELS[kind]
+    transformer = with_lora(make(dtype=torch.float64), *counts, LORA_LAYERS[kind])
+    inputs = make_inputs(dtype=torch.float64)
     residuals, _ = recorded(transformer, *counts, inputs)
     handle = blockskip.skip_blocks(transformer, *counts)
     plain = lora_gradients(transformer, inputs, handle, residuals)
@@ -149,27 +186,23 @@ def test_every_lora_parameter_gets_a_gradient_with_and_without_checkpointing(cou
         torch.testing.assert_close(checkpointed[name], plain[name], rtol=1e-9, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("counts", COUNTS, ids=lambda c: f"{c[0]}-{c[1]}")
-def test_lora_is_left_out_only_where_no_gradient_would_reach_it(counts):
-    transformer = make_flux(dtype=torch.float64)
+@every_model_and_count
+def test_lora_is_left_out_only_where_no_gradient_would_reach_it(kind, counts):
+    make, make_inputs = MODELS[kind]
+    transformer, inputs = make(dtype=torch.float64), make_inputs(dtype=torch.float64)
     blocks = list(blockskip.named_blocks(transformer))
-    middle = blocks[counts[0] : 8 - counts[1]]
-    wanted = [
-        name
-        for name, module in transformer.named_modules()
-        if isinstance(module, torch.nn.Linear)
-        and any(name.startswith(f"{block}.") for block in middle)
-        and name.endswith(tuple(f".{layer}" for layer in LORA_LAYERS))
-    ]
+    middle = tuple(f"{block}." for block in blocks[counts[0] : len(blocks) - counts[1]])
+    layers = tuple(f".{layer}" for layer in LORA_LAYERS[kind])
     transformer.requires_grad_(False)
-    for name in wanted:
-        transformer.get_submodule(name).weight.requires_grad_(True)
-    residuals, _ = recorded(transformer, *counts, flux_inputs(dtype=torch.float64))
+    for name, module in transformer.named_modules():
+        if isinstance(module, torch.nn.Linear | torch.nn.Conv2d) and name.startswith(middle) and name.endswith(layers):
+            module.weight.requires_grad_(True)
+    residuals, _ = recorded(transformer, *counts, inputs)
     handle = blockskip.skip_blocks(transformer, *counts)
-    gradients = lora_gradients(transformer, flux_inputs(dtype=torch.float64), handle, residuals)
+    gradients = lora_gradients(transformer, inputs, handle, residuals)
     reached = {name.removesuffix(".weight") for name, gradient in gradients.items() if gradient.abs().max() > 0}
     handle.restore()
-    assert set(blockskip.lora_target_names(transformer, *counts, LORA_LAYERS)) == reached
+    assert set(blockskip.lora_target_names(transformer, *counts, LORA_LAYERS[kind])) == reached
 
 
 def test_recording_leaves_the_model_untouched():
