@@ -11,12 +11,13 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Run the FLUX script and write down, for each process, what its training sees: one JSON line per event.
+"""Run a training script and write down, for each process, what its training sees: one JSON line per event.
 
-torchrun --nproc_per_node 2 tests/observed_run.py FOLDER [--kill_after STEP] FLAGS OF THE SCRIPT ...
+torchrun --nproc_per_node 2 tests/observed_run.py FOLDER SCRIPT [--kill_after STEP] FLAGS ...
 """
 
 import hashlib
+import importlib
 import json
 import os
 import pathlib
@@ -27,9 +28,9 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import blockskip_utils as blockskip
-import train_dreambooth_blockskip_flux as script
 
-folder, arguments, kill_after = pathlib.Path(sys.argv[1]), sys.argv[2:], None
+folder, script = pathlib.Path(sys.argv[1]), importlib.import_module(sys.argv[2])
+arguments, kill_after = sys.argv[3:], None
 if arguments[0] == "--kill_after":
     kill_after, arguments = int(arguments[1]), arguments[2:]
 rank = os.environ.get("RANK", "0")

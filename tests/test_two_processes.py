@@ -32,11 +32,12 @@ FLAGS = (
 )
 
 
-def observe(folder, arguments, *options, processes=2):
-    """Run in observed processes; returns the finished process and the events of each rank."""
+def observe(case, folder, arguments, *options):
+    """Run a script in two observed processes; returns how it ended and the events of each rank."""
     folder.mkdir(exist_ok=True)
-    done = launch(OBSERVED, [folder, *options, *arguments], processes=processes, TORCH_DISTRIBUTED_DEBUG="INFO")
-    files = [folder / f"rank{rank}.jsonl" for rank in range(processes)]
+    words = [folder, case.script.__name__, *options, *arguments]
+    done = launch(OBSERVED, words, processes=2, TORCH_DISTRIBUTED_DEBUG="INFO")
+    files = [folder / f"rank{rank}.jsonl" for rank in range(2)]
     return done, [[json.loads(line) for line in file.read_text().splitlines()] for file in files if file.exists()]
 
 
@@ -48,7 +49,7 @@ def events(rank, kind):
 def straight(flux, tmp_path_factory):
     """A run of 5 steps in 2 processes, with a refresh after the third."""
     folder = tmp_path_factory.mktemp("straight")
-    done, ranks = observe(folder, flux.command(CATS, folder / "out", *FLAGS, steps=5))
+    done, ranks = observe(flux, folder, flux.command(CATS, folder / "out", *FLAGS, steps=5))
     assert done.returncode == 0, done.stderr
     return folder, ranks, done
 
@@ -89,9 +90,9 @@ def test_checkpoint_holds_the_state_of_every_process_and_messages_come_once(stra
 def test_killed_and_resumed_run_ends_like_the_straight_one(flux, straight, tmp_path, kill_after):
     folder, ranks, _ = straight
     arguments = flux.command(CATS, tmp_path / "out", *FLAGS, steps=5)
-    done, _ = observe(tmp_path / "killed", arguments, "--kill_after", str(kill_after))
+    done, _ = observe(flux, tmp_path / "killed", arguments, "--kill_after", str(kill_after))
     assert done.returncode != 0
-    done, resumed = observe(tmp_path / "resumed", [*arguments, "--resume_from_checkpoint", "latest"])
+    done, resumed = observe(flux, tmp_path / "resumed", [*arguments, "--resume_from_checkpoint", "latest"])
     assert done.returncode == 0, done.stderr
     begin = 2 * (kill_after // 2)
     for rank, again in zip(ranks, resumed, strict=True):
@@ -100,12 +101,12 @@ def test_killed_and_resumed_run_ends_like_the_straight_one(flux, straight, tmp_p
     assert_same_lora(folder / "out", tmp_path / "out")
 
 
-def test_schedule_captions_and_class_images_with_two_processes(flux, colours, tmp_path):
+def test_schedule_captions_and_class_images_with_two_processes(case, colours, tmp_path):
     prior = ("--with_prior_preservation", "--class_data_dir", tmp_path / "class", "--class_prompt", "c")
     flags = ("--num_class_images", 3, "--num_train_epochs", 2, "--lr_scheduler", "linear", "--lr_warmup_steps", 0)
     data = ("--instance_data_dir", "", "--dataset_name", colours, "--caption_column", "text", "--cache_dir", tmp_path)
-    arguments = flux.command(colours, tmp_path / "out", *prior, *flags, *data, prompt=None, steps=None)
-    done, ranks = observe(tmp_path / "seen", arguments)
+    arguments = case.command(colours, tmp_path / "out", *prior, *flags, *data, prompt=None, steps=None)
+    done, ranks = observe(case, tmp_path / "seen", arguments)
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "class").glob("*.png"))) == 3
     steps = [events(rank, "step") for rank in ranks]
