@@ -52,6 +52,7 @@ import shutil
 import sys
 import time
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
@@ -80,7 +81,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from PIL import Image, ImageOps
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from tqdm.auto import tqdm
 
 logger = logging.getLogger(__name__)
@@ -396,7 +401,7 @@ def flag_problems(args: argparse.Namespace, family: "ModelFamily") -> Iterator[s
             if getattr(args, flag) != getattr(defaults, flag) and not is_read(args):
                 yield f"--{flag} has no effect here: {remedy}, or leave it out"
     yield from family.flag_problems(args, defaults)
-    yield from _size_problems(args, family.pixel_multiple)
+    yield from _size_problems(args, family.layout.pixels_per_token)
     if args.skip_first + args.skip_last == 0 and args.patch_schedule == "none" and args.residual_refresh_steps:
         yield "--residual_refresh_steps has no effect here: no block is skipped and no patch is drawn, so leave it out"
     if bool(args.instance_data_dir) == bool(args.dataset_name):
@@ -670,18 +675,24 @@ def crop_photo(photo: Photo, draw: "Draw", args: argparse.Namespace, size: int) 
 
 @dataclasses.dataclass(frozen=True)
 class BlockLayout:
-    """How a transformer class holds its blocks.
+    """How a transformer class holds its blocks, and what is usual for it.
 
     Attributes:
         stacks: Names of its ModuleLists of blocks, in the order in which data passes them.
         returns: The streams that a block returns, in that order.
-        text_only: Layers of a block that act on nothing but its text output. The output layer reads only image
-            tokens, so in the last trained block a LoRA on them would get no gradient.
+        text_only: Layers of a block that act on nothing but its text output. The output layer reads only image tokens,
+            so in the last trained block a LoRA on them would get no gradient.
+        lora_layers: Layers that get a LoRA unless the user says otherwise, as in the official scripts.
+        pixels_per_token: Side of an image token in pixels.
+        text_tokens: Length of an encoded prompt.
     """
 
     stacks: tuple[str, ...]
     returns: tuple[str, ...]
     text_only: tuple[str, ...]
+    lora_layers: tuple[str, ...]
+    pixels_per_token: int
+    text_tokens: int
 
 
 LAYOUTS = {
@@ -689,8 +700,31 @@ LAYOUTS = {
         stacks=("transformer_blocks", "single_transformer_blocks"),
         returns=("encoder_hidden_states", "hidden_states"),
         text_only=("attn.add_q_proj", "attn.to_add_out", "ff_context"),
+        lora_layers=(
+            "attn.to_k",
+            "attn.to_q",
+            "attn.to_v",
+            "attn.to_out.0",
+            "attn.add_k_proj",
+            "attn.add_q_proj",
+            "attn.add_v_proj",
+            "attn.to_add_out",
+            "ff.net.0.proj",
+            "ff.net.2",
+            "ff_context.net.0.proj",
+            "ff_context.net.2",
+        ),
+        pixels_per_token=16,  # 8 pixels to a latent cell, 2 x 2 cells to a token
+        text_tokens=512,
     ),
-    "SanaTransformer2DModel": BlockLayout(stacks=("transformer_blocks",), returns=("hidden_states",), text_only=()),
+    "SanaTransformer2DModel": BlockLayout(
+        stacks=("transformer_blocks",),
+        returns=("hidden_states",),
+        text_only=(),
+        lora_layers=("to_k", "to_q", "to_v"),
+        pixels_per_token=32,  # 32 pixels to a latent cell, which is a token
+        text_tokens=300,
+    ),
 }
 
 
@@ -1387,8 +1421,6 @@ class ModelFamily:
         parse_args: Of the script.
         flag_problems: (args, defaults) -> sentences about flags that only this script has.
         pipeline_class, transformer_class: Of diffusers.
-        pixel_multiple: Sizes in pixels must be multiples of it: VAE factor times patch size of the transformer.
-        lora_layers: Layers that get a LoRA unless --lora_layers says otherwise.
         text_components: Components of the pipeline that only encoding prompts needs.
         extra_prompts: Prompts that generating images needs besides the user's, such as an empty negative prompt.
         text_flags: Flags that change what the transformer is told besides the prompt.
@@ -1404,8 +1436,6 @@ class ModelFamily:
     flag_problems: Callable[[argparse.Namespace, argparse.Namespace], Iterable[str]]
     pipeline_class: type
     transformer_class: type
-    pixel_multiple: int
-    lora_layers: tuple[str, ...]
     text_components: tuple[str, ...]
     extra_prompts: tuple[str, ...]
     text_flags: tuple[str, ...]
@@ -1414,6 +1444,10 @@ class ModelFamily:
     encode_pixels: Callable
     predict_velocity: Callable
     generate_images: Callable
+
+    @property
+    def layout(self) -> BlockLayout:
+        return LAYOUTS[self.transformer_class.__name__]
 
 
 @dataclasses.dataclass
@@ -1615,7 +1649,9 @@ def make_plan(
 ) -> Plan:
     """Fix every number of the run; refuses skip counts and LoRA layers that the transformer does not allow."""
     depth = len(named_blocks(transformer))
-    layers = [name.strip() for name in (args.lora_layers or "").split(",") if name.strip()] or family.lora_layers
+    layers = [
+        name.strip() for name in (args.lora_layers or "").split(",") if name.strip()
+    ] or family.layout.lora_layers
     try:
         check_skip_counts(depth, args.skip_first, args.skip_last)
     except ValueError as problem:
@@ -1645,7 +1681,7 @@ def make_plan(
         skip_source="as given",
         resolution=args.resolution,
         patch_resolution=args.patch_resolution,
-        pixel_multiple=family.pixel_multiple,
+        pixel_multiple=family.layout.pixels_per_token,
         patch_schedule=args.patch_schedule,
         seed=seed,
         num_processes=num_processes,
@@ -1663,7 +1699,7 @@ def make_plan(
 def draw_bytes(args: argparse.Namespace, family: ModelFamily, transformer: nn.Module) -> int:
     """Bytes on disk of one draw: latents in fp32, residuals of both streams in front and of the image's behind."""
     config = transformer.config
-    image_tokens = (args.patch_resolution // family.pixel_multiple) ** 2
+    image_tokens = (args.patch_resolution // family.layout.pixels_per_token) ** 2
     width = config.num_attention_heads * config.attention_head_dim
     has_text_stream = "encoder_hidden_states" in block_layout(transformer).returns
     tokens = 0
@@ -1915,19 +1951,26 @@ class Trainer:
         return [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
 
 
-def add_lora(transformer: nn.Module, plan: Plan, args: argparse.Namespace) -> None:
-    """Give the trained blocks a LoRA in fp32, initialised from the plan's seed; all blocks must stand."""
-    set_seed(plan.seed)
+def add_lora(
+    transformer: nn.Module,
+    targets: Iterable[str],
+    *,
+    rank: int,
+    lora_alpha: float,
+    lora_dropout: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Give layers of the transformer a LoRA, by their full names; all blocks must stand."""
     transformer.add_adapter(
         LoraConfig(
-            r=args.rank,
-            lora_alpha=args.lora_alpha,
-            lora_dropout=args.lora_dropout,
+            r=rank,
+            lora_alpha=lora_alpha,
+            lora_dropout=lora_dropout,
             init_lora_weights="gaussian",
-            target_modules=list(plan.lora_targets),
+            target_modules=list(targets),
         )
     )
-    cast_training_params(transformer, dtype=torch.float32)
+    cast_training_params(transformer, dtype=dtype)
     for module in transformer.modules():
         if isinstance(module, BaseTunerLayer):
             # peft would cast inputs to the LoRA's fp32, and autocast back: the same values, but each layer would keep
@@ -1998,7 +2041,9 @@ def load_trainer(run: Run) -> Trainer:
     """Load transformer and VAE into host memory, add the LoRA, make optimizer and learning rate schedule."""
     args, plan = run.args, run.plan
     transformer = load_transformer(run, run.weight_dtype)
-    add_lora(transformer, plan, args)
+    set_seed(plan.seed)
+    lora = {"rank": args.rank, "lora_alpha": args.lora_alpha, "lora_dropout": args.lora_dropout}
+    add_lora(transformer, plan.lora_targets, **lora)
     if args.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
     if lora := lora_at_start(run):
@@ -2687,3 +2732,201 @@ def _host_peak() -> int:
         line = next(line for line in status if line.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
     return psutil.Process().memory_info().rss
+
+
+# ===================================================================================================================
+# 15. Memory meter: what a training step needs, without weights or GPU
+# ===================================================================================================================
+
+
+class MemoryMeter(TorchDispatchMode):
+    """Adds up the bytes of all live storages, each once however many tensors view it, and keeps the highest sum.
+
+    It sees every tensor that an operator returns while it is active, and those given to `watch`. A storage leaves the
+    sum when its last owner drops it, be that a name, a module or a node of the autograd graph. So it reads the same on
+    fake tensors, which own no memory, as on real ones. Enter it inside a `FakeTensorMode`, not around it. Memory that
+    a kernel takes and gives back within one operator is not seen, nor is fragmentation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._storages: dict[int, weakref.ref] = {}
+
+    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors that were made before the meter was entered: weights, batch, residuals."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata  # address of the C++ object: fake tensors have no data_ptr
+            if key in self._storages:
+                continue
+            size = storage.nbytes()
+            self._storages[key] = weakref.ref(storage, lambda _, key=key, size=size: self._forget(key, size))
+            self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _forget(self, key: int, size: int) -> None:
+        del self._storages[key]
+        self.live_bytes -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.watch(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        return result
+
+
+def estimate_memory(
+    config: Mapping[str, Any],
+    *,
+    resolution: int,
+    skip_first: int = 0,
+    skip_last: int = 0,
+    rank: int = 4,
+    lora_layers: Iterable[str] | None = None,
+    lora_dtype: str | None = None,
+    batch_size: int = 1,
+    text_tokens: int | None = None,
+    gradient_checkpointing: bool = False,
+    dtype: str = "bf16",
+    residual_dtype: str = "bf16",
+) -> dict[str, int]:
+    """Estimate what a LoRA training step with skipped blocks takes, without weights and without a GPU.
+
+    The real model class, PEFT adapter, autograd and AdamW run for two steps on fake tensors: the second step begins
+    with the optimizer's state in place, as all later ones do. 1 GiB is 2^30 bytes.
+
+    Args:
+        config: The transformer's config.json, with its `_class_name`.
+        resolution: Side of the network input in pixels.
+        skip_first, skip_last: Blocks skipped at the ends.
+        rank, lora_layers: Of the LoRA.
+        lora_dtype: Of the LoRA, its gradients and AdamW's state: fp32, bf16 or fp16. By default that of the frozen
+            weights, to which the published figures come closest with this meter; the training scripts keep it in fp32.
+        batch_size: Samples of a forward pass.
+        text_tokens: Length of an encoded prompt; by default 512 for FLUX and 300 for SANA.
+        gradient_checkpointing: Whether blocks are computed again in the backward pass.
+        dtype: Of frozen weights, batch and autocast: fp32, bf16 or fp16.
+        residual_dtype: Of the stored residuals.
+
+    Returns:
+        `weights_bytes` (frozen weights left on the device, and LoRA), `peak_bytes` (all storages at the worst moment
+        of a step), `flops_per_step` (forward and backward of a batch, recomputation included, 1 multiply-add = 2),
+        `lora_parameters` (a count) and `residual_bytes` (of one sample).
+    """
+    dtype, residual_dtype = DTYPES[dtype], DTYPES[residual_dtype]
+    lora_dtype = DTYPES[lora_dtype] if lora_dtype else dtype
+    with torch.device("meta"):  # adapters and casts stumble over fake tensors, so those come after
+        transformer = getattr(diffusers, config["_class_name"]).from_config(config)
+        layout = block_layout(transformer)
+        targets = lora_target_names(transformer, skip_first, skip_last, lora_layers or layout.lora_layers)
+        transformer.to(dtype).requires_grad_(False).train()
+        add_lora(transformer, targets, rank=rank, lora_alpha=rank, dtype=lora_dtype)
+        if gradient_checkpointing:
+            transformer.enable_gradient_checkpointing()
+        handle = skip_blocks(transformer, skip_first, skip_last)
+    with FakeTensorMode():
+        # not `to_empty`: it hands the meta tensors to an operator, and they belong to no fake mode
+        transformer._apply(lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"))
+        inputs, target = fake_batch(transformer, resolution, batch_size, text_tokens or layout.text_tokens, dtype)
+        residuals = fake_residuals(transformer, inputs, handle.keys, residual_dtype)
+        handle.set_residuals(residuals)
+        step = metered_step(transformer, inputs, target, dtype if lora_dtype != dtype else None)
+        weights = [*transformer.parameters(), *transformer.buffers()]
+        peak_bytes = measure_peak(step, [*weights, *inputs.values(), target, *residuals.values()])
+        flops = count_flops(step)
+    return {
+        "weights_bytes": storage_bytes(weights),
+        "peak_bytes": peak_bytes,
+        "flops_per_step": flops,
+        "lora_parameters": sum(p.numel() for p in transformer.parameters() if p.requires_grad),
+        "residual_bytes": storage_bytes(residuals.values()) // batch_size,
+    }
+
+
+def fake_batch(
+    transformer: nn.Module, resolution: int, batch_size: int, text_tokens: int, dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Inputs of the transformer's forward pass for a square image, and the target of its loss in fp32."""
+    config, side = transformer.config, resolution // block_layout(transformer).pixels_per_token
+    if config._class_name == "SanaTransformer2DModel":
+        inputs = {
+            "hidden_states": torch.randn(batch_size, config.in_channels, side, side, dtype=dtype),  # (B, C, h, w)
+            "encoder_hidden_states": torch.randn(batch_size, text_tokens, config.caption_channels, dtype=dtype),
+            "encoder_attention_mask": torch.ones(batch_size, text_tokens, dtype=torch.long),
+            "timestep": torch.rand(batch_size) * 1000,
+        }
+    else:
+        inputs = {
+            "hidden_states": torch.randn(batch_size, side * side, config.in_channels, dtype=dtype),  # (B, T, C)
+            "encoder_hidden_states": torch.randn(batch_size, text_tokens, config.joint_attention_dim, dtype=dtype),
+            "pooled_projections": torch.randn(batch_size, config.pooled_projection_dim, dtype=dtype),
+            "timestep": torch.rand(batch_size),
+            "img_ids": torch.zeros(side * side, 3, dtype=dtype),
+            "txt_ids": torch.zeros(text_tokens, 3, dtype=dtype),
+        }
+        inputs |= {"guidance": torch.ones(batch_size)} if config.guidance_embeds else {}
+    return inputs, torch.randn(inputs["hidden_states"].shape, dtype=torch.float32)
+
+
+def fake_residuals(
+    transformer: nn.Module, inputs: Mapping[str, torch.Tensor], keys: Iterable[str], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Residuals for a batch, by the keys of `skip_blocks`' handle, each (B, tokens, width)."""
+    config, latents = transformer.config, inputs["hidden_states"]
+    image_tokens = (
+        latents.shape[1] if latents.ndim == 3 else latents.shape[2] * latents.shape[3] // config.patch_size**2
+    )
+    tokens = {"hidden_states": image_tokens, "encoder_hidden_states": inputs["encoder_hidden_states"].shape[1]}
+    width = config.num_attention_heads * config.attention_head_dim
+    return {key: torch.randn(len(latents), tokens[key.split(".")[1]], width, dtype=dtype) for key in keys}
+
+
+def metered_step(
+    transformer: nn.Module, inputs: Mapping[str, torch.Tensor], target: torch.Tensor, autocast: torch.dtype | None
+) -> Callable[[], None]:
+    """One optimizer step as the training loop takes it, to be called again and again."""
+    lora = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(lora, lr=1e-4, foreach=True)  # foreach is what AdamW takes on a GPU by itself
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+            prediction = transformer(**inputs, return_dict=False)[0]
+        ((prediction.float() - target) ** 2).mean().backward()
+        torch.nn.utils.clip_grad_norm_(lora, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measure_peak(step: Callable[[], None], held: Iterable[torch.Tensor]) -> int:
+    """Highest sum of live bytes in two steps; `held` are the tensors that exist before them."""
+    meter = MemoryMeter()
+    meter.watch(held)
+    with meter:
+        step()
+        step()
+    return meter.peak_bytes
+
+
+def count_flops(step: Callable[[], None]) -> int:
+    """Floating-point operations of the matrix products and convolutions of a step, 1 multiply-add = 2.
+
+    Not to be run under a `MemoryMeter`: the counter keeps tensors alive when blocks are checkpointed.
+    """
+    formulas = {  # torch knows those of a GPU's attention only
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+            lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
+        ),
+    }
+    with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+        step()
+    return counter.get_total_flops()
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes that tensors hold, shared storages counted once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

@@ -37,21 +37,6 @@ from torch import nn
 
 import blockskip_utils as blockskip
 
-LORA_LAYERS = (
-    "attn.to_k",
-    "attn.to_q",
-    "attn.to_v",
-    "attn.to_out.0",
-    "attn.add_k_proj",
-    "attn.add_q_proj",
-    "attn.add_v_proj",
-    "attn.to_add_out",
-    "ff.net.0.proj",
-    "ff.net.2",
-    "ff_context.net.0.proj",
-    "ff_context.net.2",
-)
-
 
 def parse_args(input_args: list[str] | None = None) -> argparse.Namespace:
     """Parse a command line: the flags of the official FLUX script, and those of BlockSkip.
@@ -171,8 +156,6 @@ FLUX = blockskip.ModelFamily(
     flag_problems=flag_problems,
     pipeline_class=FluxPipeline,
     transformer_class=FluxTransformer2DModel,
-    pixel_multiple=16,  # 8 pixels to a latent cell, 2 x 2 cells to a token
-    lora_layers=LORA_LAYERS,
     text_components=("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"),
     extra_prompts=(),
     text_flags=("max_sequence_length", "guidance_scale"),

@@ -41,7 +41,6 @@ from torch import nn
 
 import blockskip_utils as blockskip
 
-LORA_LAYERS = ("to_k", "to_q", "to_v")
 NEGATIVE_PROMPT = ""  # what guidance moves away from at inference, by the pipeline's default
 INSTRUCTION = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
 
@@ -152,8 +151,6 @@ SANA = blockskip.ModelFamily(
     flag_problems=flag_problems,
     pipeline_class=SanaPipeline,
     transformer_class=SanaTransformer2DModel,
-    pixel_multiple=32,  # 32 pixels to a latent cell, which is a token
-    lora_layers=LORA_LAYERS,
     text_components=("text_encoder", "tokenizer"),
     extra_prompts=(NEGATIVE_PROMPT,),
     text_flags=("max_sequence_length", "complex_human_instruction"),

@@ -26,12 +26,12 @@ import torch
 from peft import LoraConfig
 
 import blockskip_utils as blockskip
-from conftest import flux_inputs, flux_script, legal_counts, make_flux, make_sana, sana_inputs, sana_script
+from conftest import flux_inputs, legal_counts, make_flux, make_sana, sana_inputs
 
 MODELS = {"flux": (make_flux, flux_inputs), "sana": (make_sana, sana_inputs)}
 LORA_LAYERS = {
-    "flux": flux_script.LORA_LAYERS,
-    "sana": (*sana_script.LORA_LAYERS, "to_out.0", "conv_inverted", "conv_point"),
+    "flux": blockskip.LAYOUTS["FluxTransformer2DModel"].lora_layers,
+    "sana": ("to_k", "to_q", "to_v", "to_out.0", "conv_inverted", "conv_point"),
 }
 DEPTH = {"flux": 8, "sana": 5}
 EVERY = [(kind, *counts) for kind in MODELS for counts in legal_counts(DEPTH[kind])]
