@@ -48,9 +48,8 @@ SANA_SETTINGS = [
 
 def main() -> None:
     """Print one row for each setting, as Markdown."""
-    print(
-        "| model | rank | input, px | skipped | checkpointing | LoRA in fp32, GiB | LoRA in bf16, GiB | TFLOP | paper, GiB |"
-    )
+    columns = ["model", "rank", "input, px", "skipped", "checkpointing", "LoRA in fp32, GiB", "in bf16, GiB", "TFLOP"]
+    print("|", " | ".join([*columns, "paper, GiB"]), "|")
     print("|---|---|---|---|---|---|---|---|---|")
     for model, rank, resolution, (first, last), checkpointing, paper in FLUX_SETTINGS + SANA_SETTINGS:
         config = json.loads((FOLDER / "configs" / model / "transformer" / "config.json").read_text())

@@ -158,7 +158,7 @@ def test_sana_stays_within_its_limits(skips, resolution, checkpointing, lora_dty
     options = {"skip_first": skips[0], "skip_last": skips[1], "gradient_checkpointing": checkpointing}
     config = real_shape("Sana_1600M_1024px")
     result = blockskip.estimate_memory(config, resolution=resolution, **options, lora_dtype=lora_dtype)
-    assert 0.93 * limit * GIB <= result["peak_bytes"] <= limit * GIB
+    assert 0.9 * limit * GIB <= result["peak_bytes"] <= limit * GIB
 
 
 def test_nothing_left_to_train_is_refused():
