@@ -64,8 +64,9 @@ import psutil
 import safetensors
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
-from accelerate.utils import ProjectConfiguration, broadcast_object_list, set_seed
+from accelerate.utils import DistributedType, LoggerType, ProjectConfiguration, broadcast_object_list, set_seed
 from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.hooks import HookRegistry, apply_group_offloading
 from diffusers.optimization import SchedulerType, get_scheduler
 from diffusers.training_utils import (
     cast_training_params,
@@ -109,12 +110,13 @@ def readable(size: float) -> str:
     return f"{size / 2**10:.1f} KiB"
 
 
-def refuse(message: str) -> NoReturn:
+def refuse(message: str, *, every_process: bool = False) -> NoReturn:
     """End the run with one plain line on stderr and exit status 1.
 
-    In a distributed run only rank 0 speaks; the other ranks, which come to the same refusal, exit without a word.
+    What all processes find out alike is said once on each machine; `every_process` is for what only one of them meets.
     """
-    raise SystemExit(f"error: {message}" if int(os.environ.get("RANK", "0")) == 0 else 1)
+    speaks = every_process or int(os.environ.get("LOCAL_RANK", "0")) == 0
+    raise SystemExit(f"error: {message}" if speaks else 1)
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -124,10 +126,10 @@ class OneLineParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n" if int(os.environ.get("RANK", "0")) == 0 else None)
+        self.exit(2, f"{self.prog}: error: {message}\n" if int(os.environ.get("LOCAL_RANK", "0")) == 0 else None)
 
 
-def _number(kind: type, minimum: float, *, exclusive: bool = False) -> Callable[[str], Any]:
+def _number(kind: type, minimum: float, *, exclusive: bool = False, maximum: float = math.inf) -> Callable[[str], Any]:
     def parse(text: str):
         try:
             value = kind(text)
@@ -135,12 +137,15 @@ def _number(kind: type, minimum: float, *, exclusive: bool = False) -> Callable[
             raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
         if not math.isfinite(value) or value < minimum or (exclusive and value == minimum):
             raise argparse.ArgumentTypeError(f"must be {'above' if exclusive else 'at least'} {minimum}, got {text}")
+        if value > maximum:
+            raise argparse.ArgumentTypeError(f"must be at most {maximum}, got {text}")
         return value
 
     return parse
 
 
 COUNT = _number(int, 0)
+SEED = _number(int, 0, maximum=2**32 - 2**16)  # numpy takes 32 bits, and each process adds its rank
 POSITIVE = _number(int, 1)
 NOT_NEGATIVE = _number(float, 0)
 ABOVE_ZERO = _number(float, 0, exclusive=True)
@@ -215,7 +220,6 @@ def add_blockskip_arguments(parser: argparse.ArgumentParser, *, resolution: int,
         type=POSITIVE,
         help=f"Smallest crop and side of every network input; default {patch_resolution}, or --resolution if smaller.",
     )
-    parser.set_defaults(default_patch_resolution=patch_resolution)
     group.add_argument(
         "--patch_schedule",
         choices=PATCH_SCHEDULES,
@@ -253,7 +257,7 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, output_dir: str) 
 
     group = parser.add_argument_group("training")
     group.add_argument("--output_dir", default=output_dir, help="Folder for everything the run writes.")
-    group.add_argument("--seed", type=COUNT, help="Makes the run repeatable; without it one is chosen and reported.")
+    group.add_argument("--seed", type=SEED, help="Makes the run repeatable; without it one is chosen and reported.")
     group.add_argument("--train_batch_size", type=POSITIVE, default=4, help="Samples per step and process.")
     group.add_argument("--num_train_epochs", type=POSITIVE, help="Passes over the photos, if no step count is given.")
     group.add_argument("--max_train_steps", type=POSITIVE, help="Optimizer steps; 500 if no epochs are given either.")
@@ -279,6 +283,11 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, output_dir: str) 
     group.add_argument("--logit_mean", type=REAL, default=0.0, help="Mean of the logit-normal density.")
     group.add_argument("--logit_std", type=ABOVE_ZERO, default=1.0, help="Its standard deviation.")
     group.add_argument("--mode_scale", type=REAL, default=1.29, help="Scale of the mode density.")
+    group.add_argument(
+        "--offload",
+        action="store_true",
+        help="Outside of training steps, let frozen weights pass through the device piece by piece: slower, smaller.",
+    )
     group.add_argument("--cache_latents", action="store_true", help="Accepted; latents are always cached here.")
     group.add_argument("--local_rank", type=int, default=-1, help="Set by older launchers; the environment decides.")
 
@@ -389,6 +398,7 @@ _CONDITIONAL_FLAGS: list[tuple[tuple[str, ...], Callable[[argparse.Namespace], b
         lambda args: args.skip_first + args.skip_last > 0,
         "skip blocks with --skip_first, --skip_last",
     ),
+    (("logging_dir",), lambda args: args.report_to != "none", "choose a tracker with --report_to"),
     (("hub_token", "hub_model_id"), lambda args: args.push_to_hub, "add --push_to_hub"),
 ]
 
@@ -402,8 +412,10 @@ def flag_problems(args: argparse.Namespace, family: "ModelFamily") -> Iterator[s
                 yield f"--{flag} has no effect here: {remedy}, or leave it out"
     yield from family.flag_problems(args, defaults)
     yield from _size_problems(args, family.layout.pixels_per_token)
-    if args.skip_first + args.skip_last == 0 and args.patch_schedule == "none" and args.residual_refresh_steps:
-        yield "--residual_refresh_steps has no effect here: no block is skipped and no patch is drawn, so leave it out"
+    if args.patch_schedule in ("reverse", "random") and args.patch_resolution == args.resolution:
+        yield f"--patch_schedule {args.patch_schedule} has no effect here: --patch_resolution equals --resolution"
+    if args.revision and os.path.isdir(args.pretrained_model_name_or_path):
+        yield "--revision has no effect here: --pretrained_model_name_or_path is a folder, so leave it out"
     if bool(args.instance_data_dir) == bool(args.dataset_name):
         yield "give the photos by exactly one of --instance_data_dir and --dataset_name"
     if not args.instance_prompt and not args.caption_column:
@@ -420,8 +432,13 @@ def flag_problems(args: argparse.Namespace, family: "ModelFamily") -> Iterator[s
         yield "--adam_weight_decay_text_encoder has no effect here: no text encoder is trained, so leave it out"
     if args.lora_dropout >= 1:
         yield f"--lora_dropout must lie below 1, got {args.lora_dropout}"
-    if args.report_to == "wandb" and args.hub_token:
-        yield "--hub_token would be stored in the wandb run: log in with `hf auth login` and leave it out"
+    if args.report_to not in ("none", "tensorboard") and args.hub_token:
+        yield f"--hub_token would be stored by --report_to {args.report_to}: log in with `hf auth login` instead"
+    if args.report_to not in ("none", "all", *(kind.value for kind in LoggerType)):
+        yield f"--report_to {args.report_to} is unknown: use none or one of {', '.join(k.value for k in LoggerType)}"
+    folders = [args.class_data_dir, args.instance_data_dir]
+    if all(folders) and len(set(map(os.path.realpath, folders))) == 1:
+        yield "--class_data_dir must be another folder than --instance_data_dir: class images are written into it"
 
 
 def _size_problems(args: argparse.Namespace, multiple: int) -> Iterator[str]:
@@ -552,7 +569,11 @@ def _folder_captions(args: argparse.Namespace) -> Mapping[str, Any]:
             f"--caption_column {args.caption_column} needs {metadata}, a line of JSON per photo, which is not there"
         )
     captions = {}
-    for number, line in enumerate(metadata.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = metadata.read_text(encoding="utf-8-sig").split("\n")  # captions may hold other separators of lines
+    except UnicodeDecodeError:
+        refuse(f"{metadata} is not in UTF-8: save it again in that encoding")
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -797,7 +818,9 @@ class ResidualRecording:
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         for stream, output in zip(layout.returns, outputs, strict=True):
             if stream in span.streams:
-                self.residuals[span.key(stream)] = output.detach() - self._entering.pop(span.key(stream))
+                entering = self._entering.pop(span.key(stream))
+                wide = torch.promote_types(output.dtype, torch.float32)
+                self.residuals[span.key(stream)] = output.detach().to(wide) - entering.to(wide)
 
 
 @contextlib.contextmanager
@@ -806,8 +829,8 @@ def record_residuals(transformer: nn.Module, skip_first: int, skip_last: int) ->
 
     Within the context every forward pass of the full transformer fills `.residuals`: output of a span of blocks minus
     its input, as "first.hidden_states" and, where blocks carry a text stream, "first.encoder_hidden_states" (B,
-    tokens, width); "last.hidden_states" for the span at the end. A span of no blocks has no entry. Nothing else about
-    the model changes.
+    tokens, width); "last.hidden_states" for the span at the end. They are in fp32, or the model's precision if higher.
+    A span of no blocks has no entry. Nothing else about the model changes.
 
     Raises:
         ValueError: The counts leave no block to train; the message names the depth.
@@ -856,7 +879,7 @@ class _SkippedBlock(nn.Module):
                 f"residual {self._span.key(stream)} has shape {tuple(residual.shape)}, "
                 f"the model's stream {tuple(hidden_states.shape)}"
             )
-        return hidden_states + residual.to(hidden_states)
+        return (hidden_states + residual.to(hidden_states.device)).to(hidden_states.dtype)
 
 
 def _to_host(block: nn.Module) -> nn.Module:
@@ -875,6 +898,13 @@ class SkipHandle:
         self._residuals: dict[str, torch.Tensor] = {}
         self.keys = tuple(span.key(stream) for span in self._spans for stream in span.streams)
         self.skip()
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The skipped blocks themselves, whether they stand in the model or wait here."""
+        if self._originals is None:
+            raise RuntimeError("the skipped blocks were discarded: load the model again")
+        return [self._originals.get(name) or self._transformer.get_submodule(name) for name in self._names]
 
     def __enter__(self) -> "SkipHandle":
         return self
@@ -912,11 +942,11 @@ class SkipHandle:
             raise RuntimeError("call set_residuals(...) before the forward pass of a model with skipped blocks")
         return self._residuals[key]
 
-    def restore(self) -> None:
-        """Put the original blocks back, on the device where the rest of the model is now, if they are not there."""
+    def restore(self, device: torch.device | str | None = None) -> None:
+        """Put the original blocks back, if they are not there; on `device`, by default where the model is now."""
         if self._originals is None:
             raise RuntimeError("the skipped blocks were discarded: load the model again")
-        device = next(self._transformer.parameters()).device
+        device = device or next(self._transformer.parameters()).device
         for name, block in self._originals.items():
             self._put(name, block.to(device))
         self._originals, self._residuals = {}, {}
@@ -964,7 +994,7 @@ def lora_target_names(transformer: nn.Module, skip_first: int, skip_last: int, l
     anywhere = set()
     for name, module in transformer.named_modules():
         hits = [layer for layer in matched if name == layer or name.endswith(f".{layer}")]
-        if not hits or not isinstance(module, nn.Linear | nn.Conv2d):
+        if not hits or not isinstance(module, nn.Linear | nn.Conv2d) or getattr(module, "groups", 1) > 1:
             continue
         anywhere.update(hits)
         block = next((block for block in middle if name.startswith(f"{block}.")), None)
@@ -973,7 +1003,7 @@ def lora_target_names(transformer: nn.Module, skip_first: int, skip_last: int, l
             for layer in hits:
                 matched[layer].append(name)
     if unknown := [layer for layer in matched if layer not in anywhere]:
-        raise ValueError(f"no layer of the transformer is called {', '.join(unknown)}")
+        raise ValueError(f"no layer that can carry a LoRA is called {', '.join(unknown)}")
     targets = sorted({name for found in matched.values() for name in found})
     if not targets:
         raise ValueError(f"none of {', '.join(matched)} is in the trained blocks {middle[0]} to {middle[-1]}")
@@ -1055,6 +1085,8 @@ class Plan:
 
     def periods(self, start_step: int = 0) -> Iterator[Period]:
         """The periods that still have steps to do after `start_step`."""
+        if start_step >= self.max_steps:
+            return
         for number in range(start_step // self.period_steps, -(-self.max_steps // self.period_steps)):
             yield Period(number, number * self.period_steps, min((number + 1) * self.period_steps, self.max_steps))
 
@@ -1244,9 +1276,10 @@ class DrawSource:
         return shuffled(count, self.plan.seed, "photos", kind, epoch)[place] % len(self.photos[kind])
 
     def indices(self, period: Period) -> range:
-        """The indices of this process's distinct draws in a period."""
+        """The indices of this process's distinct draws in a period; a shorter last period may need fewer."""
         count = self.plan.draws_of_rank(self.rank)
-        return range(period.number * count, (period.number + 1) * count)
+        needed = (period.end_step - period.start_step) * self.plan.batch_size * self.plan.accumulation
+        return range(period.number * count, period.number * count + min(count, needed))
 
     def index_at(self, period: Period, position: int) -> int:
         """The draw that the position-th sample of a period trains on: all once, then all again in a new order."""
@@ -1290,6 +1323,10 @@ def _checksum(tensors: Mapping[str, torch.Tensor]) -> str:
     return f"{crc:08x}"
 
 
+class ResidualOverflow(Exception):
+    """A residual that the precision chosen for storing it cannot hold."""
+
+
 class ResidualStore:
     """The stored draws of a run: one safetensors file each, with a checksum and the draw that it belongs to."""
 
@@ -1302,14 +1339,16 @@ class ResidualStore:
     def write(self, draw: Draw, latents: torch.Tensor, residuals: Mapping[str, torch.Tensor]) -> None:
         """Store a draw's latents (C, h, w), in fp32, and residuals (tokens, width), in the store's dtype.
 
-        ValueError if a residual does not fit the dtype's range.
+        ResidualOverflow if a residual does not fit the dtype's range.
         """
         tensors = {"latents": latents.float().cpu().contiguous()}
         for key, residual in residuals.items():
             tensors[key] = residual.to(self.dtype).cpu().contiguous()
             if not torch.isfinite(tensors[key]).all():
                 reason = "is not finite" if not torch.isfinite(residual).all() else f"overflows {self.dtype}"
-                raise ValueError(f"the residual {key} {reason}: use --residual_dtype bf16, or a higher precision")
+                raise ResidualOverflow(
+                    f"the residual {key} {reason}: use --residual_dtype bf16, or a higher precision"
+                )
         metadata = {"checksum": _checksum(tensors), "draw": repr(draw)}
         write_atomically(self.path(draw), lambda path: save_file(tensors, path, metadata=metadata))
 
@@ -1345,16 +1384,21 @@ class ResidualStore:
         if not path.exists():
             return None
         try:
-            return json.loads(path.read_text())
+            manifest = json.loads(path.read_text())
         except ValueError:
-            raise DamagedResidual(f"{path} cannot be read") from None
+            manifest = None
+        if not isinstance(manifest, dict) or not isinstance(manifest.get("fingerprint"), dict):
+            raise DamagedResidual(f"{path} is not the manifest of stored draws")
+        return manifest
 
     def begin(self, fingerprint: Mapping[str, Any]) -> None:
         """Make the folder ready for draws of this fingerprint; those of another one, and half-written files, go."""
         self.folder.mkdir(parents=True, exist_ok=True)
         manifest = self.manifest()
         keep = manifest is not None and manifest["fingerprint"] == fingerprint
-        for path in self._own_files():
+        if manifest and not keep:
+            logger.info(f"the draws in {self.folder} are of another period, and are made anew")
+        for path in self.own_files():
             if not keep or path.suffix == ".partial":
                 path.unlink()
         if not keep:
@@ -1363,16 +1407,17 @@ class ResidualStore:
 
     def remove(self) -> None:
         """Delete what the run stored, and the folder if nothing else is in it."""
-        for path in self._own_files():
+        for path in self.own_files():
             path.unlink()
         if self.folder.is_dir() and not any(self.folder.iterdir()):
             self.folder.rmdir()
 
-    def _own_files(self) -> list[pathlib.Path]:
+    def own_files(self) -> list[pathlib.Path]:
+        """The files in the folder that carry names of the store's; the manifest last, which says whose they are."""
         if not self.folder.is_dir():
             return []
         own = (path for path in self.folder.iterdir() if _OWN_FILES.fullmatch(path.name))
-        return sorted(own, key=lambda path: (path.name == MANIFEST, path.name))  # what says whose they are goes last
+        return sorted(own, key=lambda path: (path.name == MANIFEST, path.name))
 
 
 def weights_digest(folder: str) -> str:
@@ -1421,6 +1466,8 @@ class ModelFamily:
         parse_args: Of the script.
         flag_problems: (args, defaults) -> sentences about flags that only this script has.
         pipeline_class, transformer_class: Of diffusers.
+        patch_resolution: Side in pixels of the smallest crop by default.
+        latent_cells_per_token: Latent cells whose channels make up a token's.
         text_components: Components of the pipeline that only encoding prompts needs.
         extra_prompts: Prompts that generating images needs besides the user's, such as an empty negative prompt.
         text_flags: Flags that change what the transformer is told besides the prompt.
@@ -1436,6 +1483,8 @@ class ModelFamily:
     flag_problems: Callable[[argparse.Namespace, argparse.Namespace], Iterable[str]]
     pipeline_class: type
     transformer_class: type
+    patch_resolution: int
+    latent_cells_per_token: int
     text_components: tuple[str, ...]
     extra_prompts: tuple[str, ...]
     text_flags: tuple[str, ...]
@@ -1457,14 +1506,16 @@ class Run:
     args: argparse.Namespace
     family: ModelFamily
     accelerator: Accelerator
+    report: "RunReport"
     model_folder: str
+    model_digest: str
     transformer_config: Mapping[str, Any]
     plan: Plan
     photos: list[Photo]
     class_photos: list[Photo]
     scheduler: FlowMatchEulerDiscreteScheduler
     checkpoint: pathlib.Path | None
-    is_finished: bool
+    is_finished: bool = False
 
     @property
     def output(self) -> pathlib.Path:
@@ -1488,7 +1539,7 @@ class Run:
     @property
     def needs_full_model_later(self) -> bool:
         """Whether skipped blocks and VAE are wanted again after the first precompute."""
-        return bool(self.args.residual_refresh_steps) or self.validates_in_training
+        return self.plan.period_steps < self.plan.max_steps or self.validates_in_training
 
     @property
     def validates_in_training(self) -> bool:
@@ -1524,10 +1575,18 @@ def start(args: argparse.Namespace, family: ModelFamily) -> Accelerator:
         )
     except ValueError as problem:
         refuse(str(problem).splitlines()[0])
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM):
+        refuse(f"{accelerator.distributed_type.value} is not supported: launch with --multi_gpu, which is DDP")
+    args.gradient_accumulation_steps = accelerator.gradient_accumulation_steps  # the launcher's may take precedence
     if accelerator.mixed_precision not in DTYPES:
         refuse(f"mixed precision {accelerator.mixed_precision} is not supported: use --mixed_precision bf16")
-    if accelerator.device.type == "cpu" and "fp16" in (accelerator.mixed_precision, args.prior_generation_precision):
-        refuse("fp16 needs an accelerator, and this run is on a CPU: use --mixed_precision bf16 or no")
+    flags = {
+        "--mixed_precision": accelerator.mixed_precision,
+        "--prior_generation_precision": args.prior_generation_precision,
+    }
+    for flag, precision in flags.items():
+        if accelerator.device.type == "cpu" and precision == "fp16":
+            refuse(f"{flag} fp16 needs an accelerator, and this run is on a CPU: use bf16 or no")
     level = logging.INFO if accelerator.is_main_process else logging.WARNING
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=level, force=True)
     for library in ("httpx", "datasets", "accelerate.checkpointing", "accelerate.accelerator", "fsspec"):
@@ -1539,16 +1598,17 @@ def start(args: argparse.Namespace, family: ModelFamily) -> Accelerator:
     return accelerator
 
 
-def check(args: argparse.Namespace, family: ModelFamily, accelerator: Accelerator) -> Run:
+def check(args: argparse.Namespace, family: ModelFamily, accelerator: Accelerator, report: "RunReport") -> Run:
     """Phase 1: look at everything that the run will use, refuse what cannot work, and fix the plan."""
     if args.patch_resolution is None:
-        args.patch_resolution = min(args.default_patch_resolution, args.resolution)
+        args.patch_resolution = min(family.patch_resolution, args.resolution)
     transformer = transformer_structure(args, family)
     check_folders(args)
     photos, class_photos = load_photos(args), load_class_photos(args)
     checkpoint = find_checkpoint(args)
     with accelerator.main_process_first():
         model_folder = fetch_model(args, family)
+    check_shapes(family, model_folder, transformer.config)
     scheduler = family.load_scheduler(model_folder, args)
     seed = choose_seed(args, accelerator, checkpoint)
     plan = make_plan(args, family, transformer, len(photos), seed, accelerator.num_processes)
@@ -1556,20 +1616,22 @@ def check(args: argparse.Namespace, family: ModelFamily, accelerator: Accelerato
         args=args,
         family=family,
         accelerator=accelerator,
+        report=report,
         model_folder=model_folder,
+        model_digest=weights_digest(model_folder),
         transformer_config=transformer.config,
         plan=plan,
         photos=photos,
         class_photos=class_photos[: args.num_class_images],
         scheduler=scheduler,
         checkpoint=checkpoint,
-        is_finished=is_finished(args, plan),
     )
-    if checkpoint:
+    run.is_finished = is_finished(run)
+    if checkpoint and not run.is_finished:
         check_checkpoint(run)
     if not run.is_finished:
         check_residual_folder(run)
-        check_disk(plan, residual_folder(args))
+        check_disk(plan, run.store())
         prepare_hub(args, accelerator)
         set_earlier_run_aside(run)
         start_trackers(run)
@@ -1599,8 +1661,11 @@ def transformer_structure(args: argparse.Namespace, family: ModelFamily) -> nn.M
 
 
 def check_folders(args: argparse.Namespace) -> None:
-    """Refuse an output or residual folder that cannot be written."""
-    for flag, folder in (("--output_dir", pathlib.Path(args.output_dir)), ("--residual_dir", residual_folder(args))):
+    """Refuse a folder that cannot be written."""
+    folders = {"--output_dir": pathlib.Path(args.output_dir), "--residual_dir": residual_folder(args)}
+    if args.with_prior_preservation:
+        folders["--class_data_dir"] = pathlib.Path(args.class_data_dir)
+    for flag, folder in folders.items():
         existing = folder
         while not existing.exists():
             existing = existing.parent
@@ -1616,6 +1681,7 @@ def fetch_model(args: argparse.Namespace, family: ModelFamily) -> str:
     if os.path.isdir(name):
         if not os.path.isfile(os.path.join(name, "model_index.json")):
             refuse(f"--pretrained_model_name_or_path {name} has no model_index.json, so it is not a pipeline's folder")
+        check_components(args, family, pathlib.Path(name))
         return name
     try:
         return family.pipeline_class.download(
@@ -1625,16 +1691,42 @@ def fetch_model(args: argparse.Namespace, family: ModelFamily) -> str:
         refuse(f"--pretrained_model_name_or_path {name} cannot be downloaded: {str(problem).splitlines()[0]}")
 
 
+def check_components(args: argparse.Namespace, family: ModelFamily, folder: pathlib.Path) -> None:
+    """Refuse a local pipeline that lacks a component's configuration, or its weights in safetensors."""
+    where = f"--pretrained_model_name_or_path {folder}"
+    if not (folder / "scheduler" / "scheduler_config.json").is_file():
+        refuse(f"{where} has no scheduler/scheduler_config.json")
+    for name in ("transformer", "vae", *(part for part in family.text_components if part.startswith("text"))):
+        if not (folder / name / "config.json").is_file():
+            refuse(f"{where} has no {name}/config.json")
+        files = [path.name for path in (folder / name).glob("*.safetensors")]
+        if not files:
+            refuse(f"{where} has no weights in safetensors in {name}, and other formats are not loaded")
+        if args.variant and name == "transformer" and not any(f".{args.variant}." in file for file in files):
+            refuse(f"--variant {args.variant} is not among the weights of {where}: {', '.join(sorted(files))}")
+
+
+def check_shapes(family: ModelFamily, folder: str, config: Mapping[str, Any]) -> None:
+    """Refuse a transformer that wants other inputs than noisy latents, as models for inpainting or control do."""
+    vae = json.loads(pathlib.Path(folder, "vae", "config.json").read_text())
+    wanted = vae["latent_channels"] * family.latent_cells_per_token
+    if config["in_channels"] != wanted:
+        refuse(
+            f"the transformer in {folder} takes {config['in_channels']} channels, the VAE's latents fill {wanted}: "
+            "use a plain text-to-image model"
+        )
+
+
 def choose_seed(args: argparse.Namespace, accelerator: Accelerator, checkpoint: pathlib.Path | None) -> int:
     """The seed given; else that of the run being continued, by its checkpoint or stored draws; else a fresh one."""
     if args.seed is not None:
         return args.seed
     if checkpoint:
-        return read_checkpoint_state(checkpoint)["plan"]["seed"]
+        return read_checkpoint_state(checkpoint)["settings"]["--seed"]
     with contextlib.suppress(DamagedResidual, KeyError):
         if manifest := ResidualStore(residual_folder(args), torch.float32).manifest():
             return manifest["fingerprint"]["seed"]
-    seed = [int.from_bytes(os.urandom(4), "big")]
+    seed = [int.from_bytes(os.urandom(4), "big") >> 1]
     broadcast_object_list(seed)
     return seed[0]
 
@@ -1670,7 +1762,11 @@ def make_plan(
             samples, num_processes, args.train_batch_size, args.gradient_accumulation_steps
         )
     period_steps = min(args.residual_refresh_steps or max_steps, max_steps)
-    num_draws = args.num_draws or period_steps * per_step
+    num_draws = min(args.num_draws or period_steps * per_step, period_steps * per_step)
+    if args.num_draws and args.num_draws > num_draws:
+        logger.info(f"--num_draws {args.num_draws} is more than the {num_draws} samples of {period_steps} steps")
+    if num_draws < num_photos and not args.residual_refresh_steps:
+        logger.warning(f"{num_draws} draws leave photos out: there are {num_photos}")
     if num_draws < num_processes:
         refuse(f"--num_draws {num_draws} leaves a process without any: give at least {num_processes}, one per process")
     return Plan(
@@ -1711,20 +1807,21 @@ def draw_bytes(args: argparse.Namespace, family: ModelFamily, transformer: nn.Mo
     return residuals + image_tokens * config.in_channels * 4 + 2048  # the file's header, about
 
 
+def photos_digest(photos: list[Photo]) -> str:
+    """A digest of photos and their captions."""
+    return hashlib.sha256(repr([(photo.digest, photo.caption) for photo in photos]).encode()).hexdigest()
+
+
 def fingerprint(run: Run, period: Period, period_lora: str | None) -> dict[str, Any]:
     """Everything that stored draws depend on, by name; draws are used again only where all of it is the same.
 
     The number of draws is not part of it: a draw depends on its index alone.
     """
     args, plan = run.args, run.plan
-
-    def digest(photos: list[Photo]) -> str:
-        return hashlib.sha256(repr([(p.digest, p.caption) for p in photos]).encode()).hexdigest()
-
     return {
-        "base weights": weights_digest(run.model_folder),
-        "photos and captions": digest(run.photos),
-        "class images": digest(run.class_photos) if args.with_prior_preservation else None,
+        "base weights": [run.model_digest, args.variant],
+        "photos and captions": photos_digest(run.photos),
+        "class images": photos_digest(run.class_photos) if args.with_prior_preservation else None,
         "prior loss weight": args.prior_loss_weight,
         "repeats": args.repeats,
         "sizes": [plan.resolution, plan.patch_resolution, plan.patch_schedule],
@@ -1733,10 +1830,10 @@ def fingerprint(run: Run, period: Period, period_lora: str | None) -> dict[str, 
         "timesteps": [args.weighting_scheme, args.logit_mean, args.logit_std, args.mode_scale, args.timestep_shift],
         "text": {name: getattr(args, name) for name in run.family.text_flags},
         "precision": [str(run.weight_dtype), args.residual_dtype, args.precompute_batch_size, args.enable_vae_tiling],
-        "device": run.accelerator.device.type,
+        "device": [run.accelerator.device.type, args.allow_tf32, args.enable_npu_flash_attention],
         "seed": plan.seed,
         "processes": plan.num_processes,
-        "versions": {"torch": torch.__version__, "diffusers": diffusers.__version__},
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "diffusers", "transformers")},
         "period": [period.number, plan.num_draws if period.number else None, period_lora],
     }
 
@@ -1749,7 +1846,7 @@ def check_residual_folder(run: Run) -> None:
     except DamagedResidual as problem:
         refuse(f"{problem}: delete {store.folder} or give another --residual_dir")
     if manifest is None:
-        if foreign := next((p for p in store._own_files() if p.suffix != ".partial"), None):
+        if foreign := next((p for p in store.own_files() if p.suffix != ".partial"), None):
             refuse(f"{store.folder} holds {foreign.name} but no {MANIFEST}: delete it or give another --residual_dir")
         return
     found, wanted = manifest["fingerprint"], fingerprint(run, Period(0, 0, 0), None)
@@ -1762,12 +1859,13 @@ def check_residual_folder(run: Run) -> None:
         )
 
 
-def check_disk(plan: Plan, folder: pathlib.Path) -> None:
-    """Refuse a run whose draws do not fit the disk; what is there already counts as fitting."""
+def check_disk(plan: Plan, store: ResidualStore) -> None:
+    """Refuse a run whose draws do not fit the disk; draws that are there already count as fitting."""
+    folder = store.folder
     existing = folder
     while not existing.exists():
         existing = existing.parent
-    present = sum(path.stat().st_size for path in folder.iterdir()) if folder.is_dir() else 0
+    present = sum(path.stat().st_size for path in store.own_files())
     free = shutil.disk_usage(existing).free
     if plan.residual_bytes - present > free:
         refuse(
@@ -1776,16 +1874,99 @@ def check_disk(plan: Plan, folder: pathlib.Path) -> None:
         )
 
 
-def is_finished(args: argparse.Namespace, plan: Plan) -> bool:
-    """Whether a run to be resumed had ended: its report says so and its LoRA is there."""
-    output = pathlib.Path(args.output_dir)
-    if not args.resume_from_checkpoint or not (output / LORA_FILE).is_file():
+MAY_CHANGE_ON_RESUME = frozenset(
+    [
+        "pretrained_model_name_or_path",
+        "revision",
+        "cache_dir",
+        "instance_data_dir",
+        "dataset_name",
+        "dataset_config_name",
+        "image_column",
+        "caption_column",
+        "instance_prompt",
+        "class_data_dir",
+        "num_class_images",
+        "sample_batch_size",
+        "prior_generation_precision",
+        "seed",
+        "output_dir",
+        "logging_dir",
+        "residual_dir",
+        "keep_residuals",
+        "report_to",
+        "push_to_hub",
+        "hub_token",
+        "hub_model_id",
+        "resume_from_checkpoint",
+        "checkpointing_steps",
+        "checkpoints_total_limit",
+        "validation_prompt",
+        "num_validation_images",
+        "validation_epochs",
+        "max_train_steps",
+        "num_train_epochs",
+        "dataloader_num_workers",
+        "gradient_checkpointing",
+        "upcast_before_saving",
+        "cache_latents",
+        "local_rank",
+        "offload",
+        "mixed_precision",
+    ]
+)
+
+
+def run_settings(run: Run) -> dict[str, Any]:
+    """What must be the same for a run to go on as it began, by the name that a user knows it by."""
+    flags = {f"--{name}": value for name, value in vars(run.args).items() if name not in MAY_CHANGE_ON_RESUME}
+    settings = {
+        **flags,
+        "--seed": run.plan.seed,
+        "--mixed_precision": run.accelerator.mixed_precision,
+        "the number of processes": run.plan.num_processes,
+        "the photos and captions of digest": photos_digest(run.photos),
+        "the base model of digest": run.model_digest,
+    }
+    return json.loads(json.dumps(settings))
+
+
+def is_finished(run: Run) -> bool:
+    """Whether the run to be resumed had ended: its LoRA and the report of just this run, with as many steps, stand."""
+    if run.args.resume_from_checkpoint != "latest" or not (run.output / LORA_FILE).is_file():
         return False
     try:
-        report = json.loads((output / "run_report.json").read_text())
-        return report["finished"] and report["steps"] >= plan.max_steps
-    except (OSError, ValueError, KeyError):
+        report = json.loads((run.output / "run_report.json").read_text())
+        return report["steps"] >= run.plan.max_steps and report["settings"] == run_settings(run)
+    except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def set_earlier_run_aside(run: Run) -> None:
+    """Move what this run would overwrite or leave behind its back into a subfolder of the output folder.
+
+    That is all that an earlier run left there; of a run being resumed, its result and the checkpoints beyond the one
+    that it is resumed from.
+    """
+    if not run.output.is_dir() or not run.accelerator.is_main_process:
+        return
+    names = [LORA_FILE, "run_report.json", "README.md"]
+    products = [run.output / name for name in names if (run.output / name).exists()]
+    products += [path for path, step in all_checkpoints(run.output) if step > run.start_step or not run.checkpoint]
+    if not products:
+        return
+    logs = (run.output / run.args.logging_dir).resolve()
+    if not run.checkpoint:
+        own = [run.output / "validation"] + ([logs] if logs.parent == run.output.resolve() else [])
+        products += [path for path in own if path.exists()]
+    number = 1
+    while (run.output / f"earlier-{number}").exists():
+        number += 1
+    folder = run.output / f"earlier-{number}"
+    folder.mkdir()
+    for path in products:
+        path.rename(folder / path.name)
+    logger.info(f"what an earlier run left in {run.output} is now in {folder}")
 
 
 def start_trackers(run: Run) -> None:
@@ -1795,26 +1976,6 @@ def start_trackers(run: Run) -> None:
         f"dreambooth-{run.family.name.lower()}-blockskip-lora",
         config={n: v if isinstance(v, int | float | str | bool) else str(v) for n, v in config.items()},
     )
-
-
-def set_earlier_run_aside(run: Run) -> None:
-    """Move what an earlier run left in the output folder into a subfolder, unless it is being resumed."""
-    if run.args.resume_from_checkpoint or not run.output.is_dir() or not run.accelerator.is_main_process:
-        return
-    names = [LORA_FILE, "run_report.json", "README.md", "validation", run.args.logging_dir]
-    products = [run.output / name for name in names if (run.output / name).exists()]
-    products += [path for path, _ in all_checkpoints(run.output)]
-    if (run.output / LORA_FILE).exists() or all_checkpoints(run.output):
-        number = 1
-        while (run.output / f"earlier-{number}").exists():
-            number += 1
-        folder = run.output / f"earlier-{number}"
-        folder.mkdir()
-        for path in products:
-            path.rename(folder / path.name)
-        logger.info(
-            f"what an earlier run left in {run.output} is now in {folder} (--resume_from_checkpoint continues it)"
-        )
 
 
 # ===================================================================================================================
@@ -1829,7 +1990,7 @@ def encode_prompts(run: Run) -> dict[str, dict[str, torch.Tensor]]:
     Returns:
         For each prompt its tensors, (1, ...), in host memory.
     """
-    args, device = run.args, run.accelerator.device
+    args = run.args
     prompts = [photo.caption for photo in run.photos]
     prompts += [args.class_prompt] if args.with_prior_preservation else []
     prompts += [args.validation_prompt] if run.validates_in_training else []
@@ -1841,7 +2002,10 @@ def encode_prompts(run: Run) -> dict[str, dict[str, torch.Tensor]]:
         torch_dtype=run.weight_dtype,
         variant=args.variant,
         use_safetensors=True,
-    ).to(device)
+    )
+    for component in pipeline.components.values():
+        if isinstance(component, nn.Module):
+            place(run, component)
     encoded = {}
     for prompt in tqdm(dict.fromkeys(prompts), "encode prompts", disable=not run.accelerator.is_local_main_process):
         tensors = run.family.encode_prompt(run, pipeline, prompt)
@@ -1854,6 +2018,23 @@ def encode_prompts(run: Run) -> dict[str, dict[str, torch.Tensor]]:
 def stack_prompts(encoded: Mapping[str, dict[str, torch.Tensor]], prompts: list[str]) -> dict[str, torch.Tensor]:
     """The tensors of a batch: row i belongs to prompt i."""
     return {name: torch.cat([encoded[prompt][name] for prompt in prompts]) for name in encoded[prompts[0]]}
+
+
+def place(run: Run, module: nn.Module) -> None:
+    """Have a frozen module compute on the device: moved there, or with --offload passing through it piece by piece."""
+    device = run.accelerator.device
+    if not run.args.offload:
+        module.to(device)
+    elif type(module).__name__ in LAYOUTS:
+        apply_group_offloading(module, onload_device=device, offload_type="block_level", num_blocks_per_group=1)
+    else:
+        apply_group_offloading(module, onload_device=device, offload_type="leaf_level")
+
+
+def take_back(module: nn.Module) -> None:
+    """Bring a module that was placed back to host memory, as it was."""
+    HookRegistry.check_if_exists_or_initialize(module).remove_hook("group_offloading", recurse=True)
+    module.to("cpu")
 
 
 def load_vae(run: Run) -> nn.Module:
@@ -1900,8 +2081,11 @@ def make_class_images(run: Run, prompts: Mapping[str, dict[str, torch.Tensor]]) 
     of_the_user = sum(not own.fullmatch(photo.name) for photo in run.class_photos)
     paths = [folder / f"blockskip-class-{number:05d}.png" for number in range(args.num_class_images - of_the_user)]
     missing = [(number, path) for number, path in enumerate(paths) if not path.exists()]
+    accelerator.wait_for_everyone()  # before any process writes: all must share out the same list
     dtype = DTYPES[args.prior_generation_precision or accelerator.mixed_precision]
-    transformer, vae = load_transformer(run, dtype).to(accelerator.device), load_vae(run).to(accelerator.device)
+    transformer, vae = load_transformer(run, dtype), load_vae(run)
+    place(run, transformer)
+    place(run, vae)
     pipeline = image_pipeline(run, transformer, vae)
     pipeline.set_progress_bar_config(disable=True)
     mine = missing[accelerator.process_index :: accelerator.num_processes]
@@ -1917,6 +2101,8 @@ def make_class_images(run: Run, prompts: Mapping[str, dict[str, torch.Tensor]]) 
     free_memory()
     accelerator.wait_for_everyone()
     run.class_photos = load_class_photos(args)[: args.num_class_images]
+    if run.class_photos_missing:
+        refuse(f"--class_data_dir {folder} still lacks {run.class_photos_missing} images: is it on a shared disk?")
 
 
 # ===================================================================================================================
@@ -1929,7 +2115,8 @@ class Trainer:
     """The model in training and all that changes with it.
 
     Attributes:
-        transformer: Bare, with its LoRA; blocks are skipped while `handle` says so.
+        transformer: Bare, with its LoRA.
+        handle: Holds its skipped blocks; they stand only within `full_model`.
         vae: None once no phase needs it any more.
         model: The transformer as accelerate wraps it; None before training has begun.
         step: Optimizer steps done.
@@ -1937,11 +2124,11 @@ class Trainer:
     """
 
     transformer: nn.Module
+    handle: SkipHandle
     vae: nn.Module | None
     optimizer: Any
     lr_scheduler: Any
     step: int
-    handle: SkipHandle | None = None
     model: nn.Module | None = None
     loss: float | None = None
 
@@ -2048,7 +2235,8 @@ def load_trainer(run: Run) -> Trainer:
         transformer.enable_gradient_checkpointing()
     if lora := lora_at_start(run):
         set_lora_weights(transformer, lora)
-    trainer = Trainer(transformer, load_vae(run), None, None, step=run.start_step)
+    handle = skip_blocks(transformer, plan.skip_first, plan.skip_last)
+    trainer = Trainer(transformer, handle, load_vae(run), None, None, step=run.start_step)
     trainer.optimizer = make_optimizer(trainer.parameters, args, plan)
     trainer.lr_scheduler = get_scheduler(
         args.lr_scheduler,
@@ -2083,6 +2271,28 @@ def add_noise(latents: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor) 
     return (1 - sigmas) * latents + sigmas * noise
 
 
+@contextlib.contextmanager
+def full_model(run: Run, trainer: Trainer) -> Iterator[None]:
+    """Have the whole transformer, in eval mode, and the VAE compute on the device; then skip blocks again.
+
+    The trained blocks stay on the device as in training: moving trainable parameters would cut them off from the
+    gradient synchronisation of several processes. With --offload the skipped blocks and the VAE pass through it.
+    """
+    device, skipped = run.accelerator.device, trainer.handle.blocks
+    trainer.transformer.to(device).eval()
+    trainer.handle.restore("cpu")
+    try:
+        for module in (*skipped, trainer.vae):
+            place(run, module)
+        yield
+    finally:
+        for module in (*skipped, trainer.vae):
+            take_back(module)
+        trainer.handle.skip()
+        trainer.transformer.train()
+        free_memory()
+
+
 @torch.no_grad()
 def precompute(
     run: Run, trainer: Trainer, period: Period, draws: list[Draw], prompts: Mapping[str, dict[str, torch.Tensor]]
@@ -2104,21 +2314,10 @@ def precompute(
     missing = [group for group in groups if not all([store.holds(draw) for draw in group])]
     if len(missing) < len(groups):
         logger.info(f"{len(groups) - len(missing)} of {len(groups)} groups of draws are stored already")
-    if missing:
-        if trainer.handle:
-            trainer.handle.restore()
-        trainer.transformer.to(accelerator.device).eval()
-        trainer.vae.to(accelerator.device)
     source = run.draw_source()
-    for group in tqdm(missing, "precompute", disable=not accelerator.is_local_main_process):
-        try:
+    with full_model(run, trainer) if missing else contextlib.nullcontext():
+        for group in tqdm(missing, "precompute", disable=not accelerator.is_local_main_process):
             _precompute_group(run, trainer, source, store, group, prompts)
-        except ValueError as problem:
-            refuse(str(problem))
-        except (OSError, safetensors.SafetensorError) as problem:
-            refuse(
-                f"{store.folder} cannot be written ({problem}): free the disk and run again; what is stored is kept"
-            )
     accelerator.wait_for_everyone()
 
 
@@ -2140,7 +2339,13 @@ def _precompute_group(
             )
         residuals = recording.residuals
     for row, draw in enumerate(group):
-        store.write(draw, latents[row], {key: residual[row] for key, residual in residuals.items()})
+        try:
+            store.write(draw, latents[row], {key: residual[row] for key, residual in residuals.items()})
+        except ResidualOverflow as problem:
+            refuse(str(problem), every_process=True)
+        except (OSError, safetensors.SafetensorError) as problem:
+            message = f"{store.folder} cannot be written ({problem}): free the disk and run again; nothing is lost"
+            refuse(message, every_process=True)
 
 
 def to_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
@@ -2175,12 +2380,18 @@ class Batch:
     samples: int
 
     def to(self, device: torch.device) -> "Batch":
-        moved = {
-            field.name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-            for field in dataclasses.fields(self)
-            for value in [getattr(self, field.name)]
-        }
-        return Batch(**{**moved, "residuals": to_device(self.residuals, device)})
+        """The batch on a device."""
+        return self._with_each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "Batch":
+        """The batch in page-locked memory; DataLoader calls this, so that copies to a GPU need not be waited for."""
+        return self._with_each(torch.Tensor.pin_memory)
+
+    def _with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        tensors = {name: change(value) for name, value in fields.items() if isinstance(value, torch.Tensor)}
+        residuals = {key: change(tensor) for key, tensor in self.residuals.items()}
+        return dataclasses.replace(self, **tensors, residuals=residuals)
 
 
 class StoredDraws(Dataset):
@@ -2229,14 +2440,9 @@ def stored_draw_loader(run: Run, period: Period, step: int) -> DataLoader:
 
 
 def start_training(run: Run, trainer: Trainer) -> None:
-    """Take the skipped blocks and the VAE off the device; the first time, also prepare for training and resume."""
+    """Give up what no later phase needs; the first time, also prepare for training and resume."""
     accelerator, plan = run.accelerator, run.plan
-    if trainer.handle is None:
-        trainer.handle = skip_blocks(trainer.transformer, plan.skip_first, plan.skip_last)
-    trainer.handle.skip()
-    if run.needs_full_model_later:
-        trainer.vae.to("cpu")
-    else:
+    if not run.needs_full_model_later:
         trainer.handle.discard()
         trainer.vae = None
     trainer.transformer.to(accelerator.device).train()
@@ -2279,7 +2485,7 @@ def train(run: Run, trainer: Trainer, period: Period, prompts: Mapping[str, dict
         total=run.plan.max_steps, initial=trainer.step, desc="train", disable=not accelerator.is_local_main_process
     )
     losses = []
-    for batch in stored_draw_loader(run, period, trainer.step):
+    for batch in _whole_batches(stored_draw_loader(run, period, trainer.step)):
         with accelerator.accumulate(trainer.model):
             loss = flow_matching_loss(run, trainer, batch.to(accelerator.device), prompts)
             losses.append(loss.detach())
@@ -2295,6 +2501,13 @@ def train(run: Run, trainer: Trainer, period: Period, prompts: Mapping[str, dict
             losses.clear()
             finish_step(run, trainer, prompts, bar)
     bar.close()
+
+
+def _whole_batches(loader: DataLoader) -> Iterator[Batch]:
+    try:
+        yield from loader
+    except DamagedResidual as problem:
+        refuse(f"{problem}: run again with --resume_from_checkpoint latest, which makes it anew", every_process=True)
 
 
 def mean_loss(accelerator: Accelerator, losses: list[torch.Tensor], step: int) -> float:
@@ -2329,21 +2542,7 @@ def finish_step(run: Run, trainer: Trainer, prompts: Mapping[str, dict[str, torc
 # ===================================================================================================================
 
 CHECKPOINT_STATE = "blockskip_state.json"
-_SAME_ON_RESUME = {  # what a checkpoint's plan must agree in, with the flag to blame
-    "model": "--pretrained_model_name_or_path",
-    "depth": "--pretrained_model_name_or_path",
-    "skip_first": "--skip_first",
-    "skip_last": "--skip_last",
-    "resolution": "--resolution",
-    "patch_resolution": "--patch_resolution",
-    "patch_schedule": "--patch_schedule",
-    "seed": "--seed",
-    "num_processes": "the number of processes",
-    "batch_size": "--train_batch_size",
-    "accumulation": "--gradient_accumulation_steps",
-    "samples_per_epoch": "the number of photos or --repeats",
-    "lora_targets": "--lora_layers",
-}
+LR_SCHEDULER_FILE = "lr_scheduler.bin"
 
 
 def all_checkpoints(output: pathlib.Path) -> list[tuple[pathlib.Path, int]]:
@@ -2355,7 +2554,7 @@ def all_checkpoints(output: pathlib.Path) -> list[tuple[pathlib.Path, int]]:
 
 
 def read_checkpoint_state(checkpoint: pathlib.Path) -> dict[str, Any]:
-    """The step, plan and LoRA shape that a checkpoint was saved with; refuses a folder that is no whole checkpoint."""
+    """The step, plan and settings that a checkpoint was saved with; refuses a folder that is no whole checkpoint."""
     try:
         return json.loads((checkpoint / CHECKPOINT_STATE).read_text())
     except (OSError, ValueError):
@@ -2375,7 +2574,8 @@ def find_checkpoint(args: argparse.Namespace) -> pathlib.Path | None:
         if not there:
             logger.info(f"no checkpoint in {output} yet: the run starts at its beginning")
         return there[-1] if there else None
-    for path in (pathlib.Path(wanted), output / pathlib.Path(wanted).name):
+    places = [output / pathlib.Path(wanted).name, pathlib.Path(wanted)]
+    for path in reversed(places) if os.sep in wanted else places:
         if path.is_dir():
             return path
     names = ", ".join(path.name for path in there) or "none"
@@ -2383,20 +2583,15 @@ def find_checkpoint(args: argparse.Namespace) -> pathlib.Path | None:
 
 
 def check_checkpoint(run: Run) -> None:
-    """Refuse to resume where the run would not go on as it began."""
-    state, args = read_checkpoint_state(run.checkpoint), run.args
-    plan = json.loads(json.dumps(dataclasses.asdict(run.plan)))
-    pairs = [(flag, state["plan"].get(name), plan[name]) for name, flag in _SAME_ON_RESUME.items()]
-    pairs += [
-        (f"--{name}", state[name], getattr(args, name)) for name in ("rank", "lora_alpha", "residual_refresh_steps")
-    ]
-    for flag, then, now in pairs:
+    """Refuse to resume where the run would not go on as it began, or where the checkpoint is not whole."""
+    state = read_checkpoint_state(run.checkpoint)
+    for name, now in run_settings(run).items():
+        then = state["settings"].get(name)
         if then != now:
-            then, now = ("other layers", "these") if isinstance(then, list) else (then, now)
-            refuse(
-                f"{run.checkpoint} was trained with {flag} {then}, now it is {now}: use the same, or start a new run"
-            )
-    wanted = [LORA_FILE, *(f"random_states_{rank}.pkl" for rank in range(run.plan.num_processes))]
+            refuse(f"{run.checkpoint} was trained with {name} {then}, now it is {now}: use the same, or begin anew")
+    if state["step"] > run.plan.max_steps:
+        refuse(f"{run.checkpoint} has done {state['step']} steps, more than the {run.plan.max_steps} asked for")
+    wanted = [LORA_FILE, LR_SCHEDULER_FILE, *(f"random_states_{rank}.pkl" for rank in range(run.plan.num_processes))]
     for name in wanted:
         if not (run.checkpoint / name).is_file():
             refuse(f"{run.checkpoint} has no {name}, so it is no whole checkpoint: resume from another one")
@@ -2424,14 +2619,16 @@ def register_checkpointing(run: Run, trainer: Trainer) -> None:
         weights.clear()
         if run.accelerator.is_main_process:
             save_lora_weights(run, trainer.transformer, pathlib.Path(folder), torch.float32)
+            torch.save(trainer.lr_scheduler.state_dict(), pathlib.Path(folder, LR_SCHEDULER_FILE))
 
     def load_lora_only(models: list[nn.Module], folder: str) -> None:
         models.clear()
         set_lora_weights(trainer.transformer, pathlib.Path(folder, LORA_FILE))
+        state = torch.load(pathlib.Path(folder, LR_SCHEDULER_FILE), weights_only=True)
+        trainer.lr_scheduler.load_state_dict(state)
 
     run.accelerator.register_save_state_pre_hook(save_lora_only)
     run.accelerator.register_load_state_pre_hook(load_lora_only)
-    run.accelerator.register_for_checkpointing(trainer.lr_scheduler)
 
 
 def save_checkpoint(run: Run, trainer: Trainer) -> None:
@@ -2448,18 +2645,14 @@ def save_checkpoint(run: Run, trainer: Trainer) -> None:
         period_lora = store.folder / PERIOD_LORA
         if period_lora.is_file() and trainer.step % run.plan.period_steps:
             shutil.copyfile(period_lora, partial / PERIOD_LORA)
-        state = {
-            "step": trainer.step,
-            "plan": dataclasses.asdict(run.plan),
-            **{name: getattr(run.args, name) for name in ("rank", "lora_alpha", "residual_refresh_steps")},
-        }
+        state = {"step": trainer.step, "plan": dataclasses.asdict(run.plan), "settings": run_settings(run)}
         (partial / CHECKPOINT_STATE).write_text(json.dumps(state, indent=2))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         if final.exists():
             _remove_folder(final)
         partial.rename(final)
-        limit = run.args.checkpoints_total_limit
+        limit = run.args.checkpoints_total_limit  # checkpoints beyond this step were set aside when the run began
         for path, _ in all_checkpoints(run.output)[: -limit if limit else 0]:
             _remove_folder(path)
     logger.info(f"saved {final}")
@@ -2483,18 +2676,25 @@ def save_result(run: Run, trainer: Trainer) -> None:
         run.output.mkdir(parents=True, exist_ok=True)
         dtype = torch.float32 if run.args.upcast_before_saving else run.weight_dtype
         save_lora_weights(run, trainer.transformer, run.output, dtype)
+    run.report.steps, run.report.final_loss = trainer.step, trainer.loss
     run.accelerator.wait_for_everyone()
 
 
 def release(run: Run, trainer: Trainer) -> None:
-    """Free everything that training held, on the device and in host memory."""
+    """Let go of the model, the optimizer and all else that training held, on the device and in host memory."""
     for name in ("transformer", "model", "vae", "optimizer", "lr_scheduler", "handle"):
         setattr(trainer, name, None)
     run.accelerator.free_memory()
+    free_memory()  # once more: accelerate collects garbage before it lets go of its own references
 
 
 def draw_images(
-    run: Run, transformer: nn.Module, vae: nn.Module, prompts: Mapping[str, dict[str, torch.Tensor]], name: str
+    run: Run,
+    transformer: nn.Module,
+    vae: nn.Module,
+    prompts: Mapping[str, dict[str, torch.Tensor]],
+    name: str,
+    step: int,
 ) -> list[pathlib.Path]:
     """Draw the validation images, shared among the processes, to OUTPUT/validation/NAME, and show them to the
     trackers.
@@ -2516,42 +2716,36 @@ def draw_images(
     accelerator.wait_for_everyone()
     images = [Image.open(path).convert("RGB") for path in paths]
     for tracker in accelerator.trackers:
-        log_images(tracker, f"validation/{name}" if name == "final" else "validation", images, run)
+        log_images(tracker, images, run.args.validation_prompt, step)
     return paths
 
 
-def log_images(tracker: Any, title: str, images: list[Image.Image], run: Run) -> None:
-    """Show images in TensorBoard or Weights & Biases; other trackers have no images in common."""
+def log_images(tracker: Any, images: list[Image.Image], caption: str, step: int) -> None:
+    """Show images in TensorBoard or Weights & Biases; other trackers have no way of showing them in common."""
     if tracker.name == "tensorboard":
-        tracker.writer.add_images(title, np.stack([np.asarray(image) for image in images]), dataformats="NHWC")
+        pixels = np.stack([np.asarray(image) for image in images])
+        tracker.writer.add_images("validation", pixels, step, dataformats="NHWC")
     elif tracker.name == "wandb":
         import wandb  # installed, since it is the tracker
 
-        tracker.log({title: [wandb.Image(image, caption=run.args.validation_prompt) for image in images]})
+        tracker.log({"validation": [wandb.Image(image, caption=caption) for image in images]}, step=step)
 
 
 def validate_in_training(run: Run, trainer: Trainer, prompts: Mapping[str, dict[str, torch.Tensor]]) -> None:
     """Draw images with the full model, then go on training just as before."""
-    device = run.accelerator.device
-    trainer.handle.restore()
-    trainer.transformer.eval()
-    try:
-        draw_images(run, trainer.transformer, trainer.vae.to(device), prompts, f"step-{trainer.step:06d}")
-    finally:
-        trainer.vae.to("cpu")
-        trainer.handle.skip()
-        trainer.transformer.train()
-        free_memory()
+    with run.report.phase("validate"), full_model(run, trainer):
+        draw_images(run, trainer.transformer, trainer.vae, prompts, f"step-{trainer.step:06d}", trainer.step)
 
 
 def validate(run: Run, prompts: Mapping[str, dict[str, torch.Tensor]]) -> list[pathlib.Path]:
     """Draw the final images with a freshly loaded full model and the LoRA that was saved."""
     if not run.validates_in_training:
         return []
-    device = run.accelerator.device
-    transformer = load_transformer(run, run.weight_dtype)
+    transformer, vae = load_transformer(run, run.weight_dtype), load_vae(run)
     transformer.load_lora_adapter(str(run.output), weight_name=LORA_FILE, prefix="transformer")
-    return draw_images(run, transformer.to(device), load_vae(run).to(device), prompts, "final")
+    place(run, transformer)
+    place(run, vae)
+    return draw_images(run, transformer, vae, prompts, "final", run.plan.max_steps)
 
 
 def prepare_hub(args: argparse.Namespace, accelerator: Accelerator) -> None:
@@ -2612,15 +2806,15 @@ image = pipeline({prompt}).images[0]
     return str(populate_model_card(card, tags=tags))
 
 
-def publish(run: Run, images: list[pathlib.Path], report: "RunReport") -> None:
-    """Write model card and report, remove stored draws, upload what was asked for, and end the trackers."""
+def publish(run: Run, images: list[pathlib.Path]) -> None:
+    """Write the model card, remove stored draws, upload what was asked for, write the report, and end the trackers.
+
+    The report comes last: it is what says that the run is finished.
+    """
     args, accelerator = run.args, run.accelerator
     if accelerator.is_main_process:
         card = model_card(run, images)
         write_atomically(run.output / "README.md", lambda path: path.write_text(card, encoding="utf-8"))
-        if not args.keep_residuals:
-            run.store().remove()
-        report.write(run.output / "run_report.json")
         if args.push_to_hub:
             from huggingface_hub import upload_folder
 
@@ -2631,7 +2825,10 @@ def publish(run: Run, images: list[pathlib.Path], report: "RunReport") -> None:
                 allow_patterns=[LORA_FILE, "README.md", "validation/final/*"],
                 token=args.hub_token,
             )
-        print(report.table())
+        if not args.keep_residuals:
+            run.store().remove()
+        run.report.write(run)
+        print(run.report.table())
         print(f"LoRA: {run.output / LORA_FILE}")
     accelerator.end_training()
 
@@ -2662,40 +2859,51 @@ class RunReport:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.phases: dict[str, PhaseCost] = {}
-        self.plan: Plan | None = None
         self.steps = 0
         self.final_loss: float | None = None
         self._on_cuda = accelerator.device.type == "cuda"
+        self._within: list[str] = []
+        self._since = 0.0
+        self._written = 0
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure what is done within, under a phase's name."""
+        """Measure what is done within under a phase's name; what a phase within it costs is not counted twice."""
         logger.info(f"phase: {name}")
-        begin, written = time.perf_counter(), _written_bytes()
+        self._book()
+        self._within.append(name)
+        self.phases.setdefault(name, PhaseCost())
+        try:
+            yield
+        finally:
+            self._book()
+            self._within.pop()
+
+    def _book(self) -> None:
+        """Give the innermost phase what it cost since the last time, and begin to measure anew."""
+        written = _written_bytes()
+        if self._within:
+            cost = self.phases[self._within[-1]]
+            cost.seconds += time.perf_counter() - self._since
+            cost.peak_host_bytes = max(cost.peak_host_bytes, _host_peak())
+            if self._on_cuda:
+                cost.peak_device_bytes = max(cost.peak_device_bytes or 0, torch.cuda.max_memory_allocated())
+            if written is not None:
+                cost.written_bytes = (cost.written_bytes or 0) + written - self._written
+        self._since, self._written = time.perf_counter(), written or 0
         _reset_host_peak()
         if self._on_cuda:
             torch.cuda.reset_peak_memory_stats()
-        yield
-        cost = self.phases.setdefault(name, PhaseCost())
-        cost.seconds += time.perf_counter() - begin
-        cost.peak_host_bytes = max(cost.peak_host_bytes, _host_peak())
-        if self._on_cuda:
-            cost.peak_device_bytes = max(cost.peak_device_bytes or 0, torch.cuda.max_memory_allocated())
-        if written is not None:
-            cost.written_bytes = (cost.written_bytes or 0) + _written_bytes() - written
 
-    def note(self, plan: Plan, trainer: Trainer) -> None:
-        """Take down the plan and how far the run has come."""
-        self.plan, self.steps, self.final_loss = plan, trainer.step, trainer.loss
-
-    def write(self, path: pathlib.Path) -> None:
-        """Write the report of a finished run as JSON."""
+    def write(self, run: Run) -> None:
+        """Write the report of a finished run to OUTPUT/run_report.json."""
         packages = ("torch", "diffusers", "peft", "accelerate", "transformers")
         content = {
             "finished": True,
             "steps": self.steps,
             "final_loss": self.final_loss,
-            "plan": {**dataclasses.asdict(self.plan), "residual_bytes": self.plan.residual_bytes},
+            "plan": {**dataclasses.asdict(run.plan), "residual_bytes": run.plan.residual_bytes},
+            "settings": run_settings(run),
             "phases": [{"name": name, **dataclasses.asdict(cost)} for name, cost in self.phases.items()],
             "versions": {
                 "python": sys.version.split()[0],
@@ -2703,7 +2911,7 @@ class RunReport:
             },
         }
         text = json.dumps(content, indent=2)
-        write_atomically(path, lambda partial: partial.write_text(text))
+        write_atomically(run.output / "run_report.json", lambda partial: partial.write_text(text))
 
     def table(self) -> str:
         """The phases as a table for the terminal."""

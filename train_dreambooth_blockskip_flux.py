@@ -37,6 +37,8 @@ from torch import nn
 
 import blockskip_utils as blockskip
 
+PATCH_RESOLUTION = 256  # pixels: the smallest crop, and the side of every network input
+
 
 def parse_args(input_args: list[str] | None = None) -> argparse.Namespace:
     """Parse a command line: the flags of the official FLUX script, and those of BlockSkip.
@@ -46,7 +48,7 @@ def parse_args(input_args: list[str] | None = None) -> argparse.Namespace:
     parser = blockskip.OneLineParser(description=__doc__.split("\n")[0])
     blockskip.add_model_arguments(parser, max_sequence_length=512)
     blockskip.add_data_arguments(parser)
-    blockskip.add_blockskip_arguments(parser, resolution=512, patch_resolution=256)
+    blockskip.add_blockskip_arguments(parser, resolution=512, patch_resolution=PATCH_RESOLUTION)
     blockskip.add_training_arguments(parser, output_dir="flux-dreambooth-lora")
     blockskip.add_optimizer_arguments(parser)
     blockskip.add_output_arguments(parser)
@@ -137,15 +139,15 @@ def generate_images(
     generators: list[torch.Generator],
 ) -> list[Image.Image]:
     """Draw one image per generator at `--resolution`, decoding in the VAE's own precision."""
-    size, vae, transformer = run.args.resolution, pipeline.vae, pipeline.transformer
+    size, vae, device = run.args.resolution, pipeline.vae, run.accelerator.device
     embeddings = {
-        name: tensor.to(transformer.device, transformer.dtype).repeat_interleave(len(generators), dim=0)
+        name: tensor.to(device, pipeline.transformer.dtype).repeat_interleave(len(generators), dim=0)
         for name, tensor in prompts[prompt].items()
     }
     packed = pipeline(**embeddings, height=size, width=size, generator=generators, output_type="latent").images
     latents = FluxPipeline._unpack_latents(packed, size, size, pipeline.vae_scale_factor).to(vae.dtype)
     latents = latents / vae.config.scaling_factor + vae.config.shift_factor  # (B, C, h, w)
-    with torch.autocast(vae.device.type, enabled=False):
+    with torch.autocast(device.type, enabled=False):
         images = vae.decode(latents, return_dict=False)[0]
     return pipeline.image_processor.postprocess(images)
 
@@ -156,6 +158,8 @@ FLUX = blockskip.ModelFamily(
     flag_problems=flag_problems,
     pipeline_class=FluxPipeline,
     transformer_class=FluxTransformer2DModel,
+    patch_resolution=PATCH_RESOLUTION,
+    latent_cells_per_token=4,
     text_components=("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"),
     extra_prompts=(),
     text_flags=("max_sequence_length", "guidance_scale"),
@@ -172,7 +176,7 @@ def main(args: argparse.Namespace) -> None:
     accelerator = blockskip.start(args, FLUX)
     report = blockskip.RunReport(accelerator)
     with report.phase("check"):
-        run = blockskip.check(args, FLUX, accelerator)
+        run = blockskip.check(args, FLUX, accelerator, report)
     if run.is_finished:
         accelerator.print(f"{run.output} holds the finished run: nothing to do")
         return
@@ -190,11 +194,10 @@ def main(args: argparse.Namespace) -> None:
             blockskip.train(run, trainer, period, prompts)
     with report.phase("save"):
         blockskip.save_result(run, trainer)
-        report.note(run.plan, trainer)
         blockskip.release(run, trainer)
     with report.phase("validate"):
         images = blockskip.validate(run, prompts)
-    blockskip.publish(run, images, report)
+    blockskip.publish(run, images)
 
 
 if __name__ == "__main__":

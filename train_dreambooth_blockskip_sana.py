@@ -41,6 +41,7 @@ from torch import nn
 
 import blockskip_utils as blockskip
 
+PATCH_RESOLUTION = 512  # pixels: the smallest crop, and the side of every network input
 NEGATIVE_PROMPT = ""  # what guidance moves away from at inference, by the pipeline's default
 INSTRUCTION = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
 
@@ -53,7 +54,7 @@ def parse_args(input_args: list[str] | None = None) -> argparse.Namespace:
     parser = blockskip.OneLineParser(description=__doc__.split("\n")[0])
     blockskip.add_model_arguments(parser, max_sequence_length=300)
     blockskip.add_data_arguments(parser)
-    blockskip.add_blockskip_arguments(parser, resolution=1024, patch_resolution=512)
+    blockskip.add_blockskip_arguments(parser, resolution=1024, patch_resolution=PATCH_RESOLUTION)
     blockskip.add_training_arguments(parser, output_dir="sana-dreambooth-lora")
     blockskip.add_optimizer_arguments(parser)
     blockskip.add_output_arguments(parser)
@@ -125,7 +126,7 @@ def generate_images(
     generators: list[torch.Generator],
 ) -> list[Image.Image]:
     """Draw one image per generator at `--resolution`, decoding in the VAE's own precision."""
-    size, vae, device = run.args.resolution, pipeline.vae, pipeline.transformer.device
+    size, vae, device = run.args.resolution, pipeline.vae, run.accelerator.device
     embeddings = {
         f"{prefix}{name}": tensor.to(device).repeat_interleave(len(generators), dim=0)
         for prefix, text in (("", prompt), ("negative_", NEGATIVE_PROMPT))
@@ -140,7 +141,7 @@ def generate_images(
         output_type="latent",
         use_resolution_binning=False,  # else the size would be snapped to a table of the model's
     ).images  # (B, C, h, w)
-    with torch.autocast(vae.device.type, enabled=False):
+    with torch.autocast(device.type, enabled=False):
         images = vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor, return_dict=False)[0]
     return pipeline.image_processor.postprocess(images)
 
@@ -151,6 +152,8 @@ SANA = blockskip.ModelFamily(
     flag_problems=flag_problems,
     pipeline_class=SanaPipeline,
     transformer_class=SanaTransformer2DModel,
+    patch_resolution=PATCH_RESOLUTION,
+    latent_cells_per_token=1,
     text_components=("text_encoder", "tokenizer"),
     extra_prompts=(NEGATIVE_PROMPT,),
     text_flags=("max_sequence_length", "complex_human_instruction"),
@@ -167,7 +170,7 @@ def main(args: argparse.Namespace) -> None:
     accelerator = blockskip.start(args, SANA)
     report = blockskip.RunReport(accelerator)
     with report.phase("check"):
-        run = blockskip.check(args, SANA, accelerator)
+        run = blockskip.check(args, SANA, accelerator, report)
     if run.is_finished:
         accelerator.print(f"{run.output} holds the finished run: nothing to do")
         return
@@ -185,11 +188,10 @@ def main(args: argparse.Namespace) -> None:
             blockskip.train(run, trainer, period, prompts)
     with report.phase("save"):
         blockskip.save_result(run, trainer)
-        report.note(run.plan, trainer)
         blockskip.release(run, trainer)
     with report.phase("validate"):
         images = blockskip.validate(run, prompts)
-    blockskip.publish(run, images, report)
+    blockskip.publish(run, images)
 
 
 if __name__ == "__main__":

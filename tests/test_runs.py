@@ -26,6 +26,7 @@ import weakref
 import pytest
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.hooks import apply_group_offloading
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -132,7 +133,7 @@ def test_files_and_report_of_a_run(case, tmp_path):
 
 def test_estimate_of_residual_bytes_is_what_lies_on_disk(case, tmp_path):
     out = tmp_path / "out"
-    case.run(case.command(CATS, out, *case.skip, "--keep_residuals", "--num_draws", 3, steps=2))
+    case.run(case.command(CATS, out, *case.skip, "--keep_residuals", "--num_draws", 3, steps=5))
     sizes = [path.stat().st_size for path in (out / "residuals").glob("rank*")]
     report = json.loads((out / "run_report.json").read_text())
     assert len(sizes) == 3
@@ -258,6 +259,147 @@ def test_same_seed_same_run_and_another_seed_another(case, tmp_path):
     assert_same_lora(tmp_path / "one", tmp_path / "two")
     with pytest.raises(AssertionError):
         assert_same_lora(tmp_path / "one", tmp_path / "three")
+
+
+def test_nothing_of_the_users_is_overwritten(flux, tmp_path):
+    out, shared = tmp_path / "out", tmp_path / "shared logs"
+    shared.mkdir()
+    out.mkdir()
+    (shared / "other run").write_text("keep")
+    (out / "README.md").write_text("mine")
+    flags = (*flux.skip, "--report_to", "tensorboard", "--logging_dir", shared)
+    flux.run(flux.command(CATS, out, *flags, steps=1))
+    assert (out / "earlier-1" / "README.md").read_text() == "mine"
+    first = lora_of(out)
+    flux.run(flux.command(CATS, out, *flags, "--resume_from_checkpoint", "latest", steps=2))  # there is no checkpoint
+    earlier = lora_of(out / "earlier-2")
+    assert all(torch.equal(first[name], earlier[name]) for name in first)
+    assert (shared / "other run").read_text() == "keep" and len(list(shared.glob("dreambooth*/events*"))) == 2
+
+
+def test_resuming_an_older_checkpoint_sets_the_newer_ones_aside_and_keeps_what_it_saves(flux, tmp_path):
+    out = tmp_path / "out"
+    flags = (*flux.skip, "--checkpointing_steps", 2)
+    flux.run(flux.command(CATS, out, *flags, steps=8))
+    limited = (*flags, "--resume_from_checkpoint", "checkpoint-2", "--checkpoints_total_limit", 1)
+    flux.run(flux.command(CATS, out, *limited, steps=6))
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-6"]
+    aside = {path.name for path in (out / "earlier-1").iterdir()}
+    assert {"checkpoint-4", "checkpoint-6", "checkpoint-8", "pytorch_lora_weights.safetensors"} <= aside
+
+
+def test_release_frees_lora_and_optimizer(case, tmp_path, monkeypatch):
+    watched = []
+
+    def watch(run, trainer):
+        states = [state["exp_avg"] for state in trainer.optimizer.state.values()]
+        watched.extend(map(weakref.ref, [*trainer.parameters, *states]))
+
+    spy_on(monkeypatch, "release", before=watch)
+    alive = []
+    spy_on(monkeypatch, "validate", before=lambda run, prompts: alive.extend(r() is not None for r in watched))
+    case.run(case.command(CATS, tmp_path / "out", *case.skip, "--checkpointing_steps", 1))
+    assert len(alive) > 20 and not any(alive)
+
+
+def test_last_period_makes_no_more_draws_than_it_trains_on(flux, tmp_path, monkeypatch):
+    made = []
+    spy_on(monkeypatch, "_precompute_group", before=lambda *args: made.extend(args[4]))
+    flux.run(flux.command(CATS, tmp_path / "out", *flux.skip, "--residual_refresh_steps", 4, steps=5))
+    assert len(made) == 5
+    made.clear()
+    flux.run(flux.command(CATS, tmp_path / "more", *flux.skip, "--num_draws", 40, steps=2))
+    assert len(made) == 2
+
+
+def test_a_failed_upload_is_tried_again_by_the_resumed_run(flux, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.create_repo", lambda repo_id, **rest: Repository(f"me/{repo_id}"))
+    uploads = []
+
+    def upload(**rest):
+        uploads.append(rest)
+        if len(uploads) == 1:
+            raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.upload_folder", upload)
+    flags = (*flux.skip, "--push_to_hub", "--checkpointing_steps", 1)
+    with pytest.raises(OSError, match="no network"):
+        flux.run(flux.command(CATS, tmp_path / "out", *flags))
+    flux.run(flux.command(CATS, tmp_path / "out", *flags, "--resume_from_checkpoint", "latest"))
+    assert len(uploads) == 2
+
+
+def test_validation_images_stand_at_their_steps_in_the_log(flux, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    flags = ("--validation_prompt", "x", "--validation_epochs", 1, "--num_validation_images", 1)
+    flux.run(flux.command(CATS, tmp_path / "out", *flux.skip, *flags, "--report_to", "tensorboard", steps=7))
+    (log,) = (tmp_path / "out" / "logs").glob("*/events*")
+    events = EventAccumulator(str(log)).Reload()
+    assert [event.step for event in events.Images("validation")] == [5, 7]
+
+
+def test_bf16_run_gains_precision_from_fp32_residuals(flux, tmp_path):
+    residuals = {}
+    for dtype in ("fp32", "bf16"):
+        flags = (*flux.skip, "--mixed_precision", "bf16", "--residual_dtype", dtype, "--keep_residuals")
+        flux.run(flux.command(CATS, tmp_path / dtype, *flags, steps=1))
+        (path,) = (tmp_path / dtype / "residuals").glob("rank0-*")
+        residuals[dtype] = load_file(path)["first.hidden_states"]
+    assert torch.equal(residuals["fp32"].bfloat16(), residuals["bf16"])
+    assert not torch.equal(residuals["fp32"], residuals["bf16"].float())
+
+
+def test_offloading_gives_the_same_run_and_is_over_in_training(case, tmp_path, monkeypatch):
+    flags = (*case.skip, "--residual_refresh_steps", 3, "--validation_prompt", "x", "--num_validation_images", 1)
+    case.run(case.command(CATS, tmp_path / "without", *flags, "--validation_epochs", 1, steps=6))
+    placed, hooks = [], []
+
+    def offload(module, **options):
+        placed.append(type(module).__name__)
+        apply_group_offloading(module, **options)
+
+    def look(run, trainer, *rest):
+        registries = (getattr(module, "_diffusers_hook", None) for module in trainer.transformer.modules())
+        hooks.append(sum(len(registry.hooks) for registry in registries if registry))
+
+    monkeypatch.setattr(blockskip, "apply_group_offloading", offload)
+    spy_on(monkeypatch, "flow_matching_loss", before=look)
+    case.run(case.command(CATS, tmp_path / "with", *flags, "--validation_epochs", 1, "--offload", steps=6))
+    assert_same_lora(tmp_path / "without", tmp_path / "with")
+    assert hooks == [0] * 6
+    counts, blocks = collections.Counter(placed), case.skip[1] + case.skip[3]
+    assert sum(counts[name] for name in counts if name.endswith("Block")) == 3 * blocks  # two periods, one validation
+    assert counts[case.family.transformer_class.__name__] == 1  # the final images
+    assert all(counts[encoder.__name__] == 1 for encoder in TEXT_ENCODERS[case.family.name])
+    images = [(tmp_path / name / "validation" / "final" / "image_0.png").read_bytes() for name in ("without", "with")]
+    assert images[0] == images[1]
+
+
+def test_a_photo_lost_in_the_middle_is_named_for_what_it_is(flux, tmp_path, monkeypatch):
+    photos = tmp_path / "photos"
+    shutil.copytree(CATS, photos)
+    lose = lambda *args: [path.unlink() for path in photos.glob("*.jpg")]  # noqa: E731
+    spy_on(monkeypatch, "make_draws", before=lose)
+    with pytest.raises(FileNotFoundError, match="cat_"):
+        flux.run(flux.command(photos, tmp_path / "out", *flux.skip))
+
+
+def test_a_full_disk_in_precompute_ends_the_run_plainly_and_keeps_what_is_stored(flux, tmp_path, monkeypatch):
+    save, calls = blockskip.save_file, []
+
+    def full(*args, **kwargs):
+        calls.append(None)
+        if len(calls) > 2:
+            raise OSError(28, "No space left on device")
+        save(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(blockskip, "save_file", full)
+        with pytest.raises(SystemExit, match=r"No space left.*free the disk"):
+            flux.run(flux.command(CATS, tmp_path / "out", *flux.skip, steps=5))
+    assert len(list((tmp_path / "out" / "residuals").glob("rank0-*"))) == 2
+    flux.run(flux.command(CATS, tmp_path / "out", *flux.skip, steps=5))
 
 
 def test_an_earlier_run_in_the_folder_is_set_aside_and_not_lost(case, tmp_path):
@@ -476,7 +618,9 @@ def test_loss_with_prior_and_weighting_is_the_one_worked_out_by_hand(case, tmp_p
     monkeypatch.setattr(case.family.transformer_class, "forward", nothing)
     monkeypatch.setattr(blockskip.Accelerator, "backward", lambda self, loss: None)
     spy_on(monkeypatch, "flow_matching_loss", after=by_hand)
-    prior = ("--with_prior_preservation", "--class_data_dir", CATS, "--class_prompt", "a cat", "--num_class_images", 5)
+    shutil.copytree(CATS, tmp_path / "class")
+    prior = ("--with_prior_preservation", "--class_data_dir", tmp_path / "class", "--class_prompt", "a cat")
+    prior += ("--num_class_images", 5)
     flags = (*prior, "--prior_loss_weight", 0.25, "--weighting_scheme", "sigma_sqrt", "--train_batch_size", 2)
     case.run(case.command(CATS, tmp_path / "out", *flags, prompt="sks", steps=3))
     assert len(seen) == 3

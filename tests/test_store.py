@@ -97,7 +97,7 @@ def test_an_interrupted_write_leaves_nothing_that_looks_whole(store, draw, monke
 def test_overflow_in_fp16_is_an_error_and_not_an_infinity(tmp_path, draw):
     store = blockskip.ResidualStore(tmp_path / "half", torch.float16)
     store.begin(FINGERPRINT)
-    with pytest.raises(ValueError, match="residual_dtype"):
+    with pytest.raises(blockskip.ResidualOverflow, match="residual_dtype"):
         fill(store, draw, scale=1e6)
 
 
