@@ -19,10 +19,7 @@ These fail if a mistake passes in silence, if the message does not name the flag
 import collections
 import importlib.util
 import json
-import os
 import shutil
-import subprocess
-import sys
 import time
 
 import pytest
@@ -353,33 +350,6 @@ def test_the_command_line_itself_ends_with_one_line_and_a_status(flux, tmp_path)
     assert done.returncode == 1 and len(errors) == 1 and "Traceback" not in done.stderr
     done = launch(flux.file, flux.command(CATS, tmp_path / "out", "--resolution", "x"))
     assert done.returncode == 2 and "usage" not in done.stderr
-
-
-def test_help_names_every_flag_of_the_official_script():
-    shown = subprocess.run(
-        [sys.executable, flux_script.__file__, "--help"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "200"},
-    ).stdout
-    for flag in OFFICIAL_FLAGS.split():
-        assert f"--{flag} " in shown or f"--{flag}\n" in shown, flag
-
-
-OFFICIAL_FLAGS = """
-pretrained_model_name_or_path revision variant dataset_name dataset_config_name instance_data_dir cache_dir
-image_column caption_column repeats class_data_dir instance_prompt class_prompt max_sequence_length
-validation_prompt num_validation_images validation_epochs rank lora_alpha lora_dropout with_prior_preservation
-prior_loss_weight num_class_images output_dir seed resolution center_crop random_flip train_text_encoder
-train_batch_size sample_batch_size num_train_epochs max_train_steps checkpointing_steps checkpoints_total_limit
-resume_from_checkpoint gradient_accumulation_steps gradient_checkpointing learning_rate guidance_scale
-text_encoder_lr scale_lr lr_scheduler lr_warmup_steps lr_num_cycles lr_power dataloader_num_workers
-weighting_scheme logit_mean logit_std mode_scale optimizer use_8bit_adam adam_beta1 adam_beta2 prodigy_beta3
-prodigy_decouple adam_weight_decay adam_weight_decay_text_encoder lora_layers adam_epsilon
-prodigy_use_bias_correction prodigy_safeguard_warmup max_grad_norm push_to_hub hub_token hub_model_id logging_dir
-allow_tf32 cache_latents report_to mixed_precision upcast_before_saving prior_generation_precision local_rank
-enable_npu_flash_attention
-"""
 
 
 def test_metadata_of_other_editors_is_read(colours):

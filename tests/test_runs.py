@@ -515,12 +515,15 @@ def test_trained_parameters_are_fp32_in_every_precision(case, tmp_path, monkeypa
         seen.append((trained, frozen))
 
     spy_on(monkeypatch, "flow_matching_loss", before=look)
+    vaes = []
+    spy_on(monkeypatch, "load_vae", after=lambda vae, run: vaes.append(vae.dtype))
     flags = (*case.skip, "--checkpointing_steps", 1, "--validation_prompt", "x", "--num_validation_images", 1)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)  # as `accelerate launch --mixed_precision` does
     case.run(case.command(CATS, tmp_path / "out", *flags, "--validation_epochs", 1, steps=2))
     case.run(case.command(CATS, tmp_path / "out", *flags, "--resume_from_checkpoint", "latest", steps=3))
     frozen = torch.bfloat16 if precision == "bf16" else torch.float32
     assert seen == [({torch.float32}, {frozen})] * 3
+    assert set(vaes) == {torch.float32}
     assert {tensor.dtype for tensor in lora_of(tmp_path / "out").values()} == {frozen}
     assert {tensor.dtype for tensor in lora_of(tmp_path / "out" / "checkpoint-3").values()} == {torch.float32}
     image = Image.open(tmp_path / "out" / "validation" / "final" / "image_0.png")

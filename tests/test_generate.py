@@ -1,0 +1,40 @@
+# Copyright 2026 The DiT-BlockSkip authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Drawing pictures with a trained LoRA, as the README says.
+
+These fail if the LoRA that a run leaves cannot be used by the example, or makes no difference.
+"""
+
+import pytest
+from PIL import Image
+
+import generate
+from conftest import CATS
+
+
+def test_pictures_are_drawn_with_and_without_the_lora_and_differ(case, tmp_path, capsys):
+    case.run(case.command(CATS, tmp_path / "lora", *case.skip, "--learning_rate", 0.05, steps=4))
+    size = ["--height", "64", "--width", "64", "--num_inference_steps", "2"]
+    words = ["--pretrained_model_name_or_path", case.pipeline, "--lora", tmp_path / "lora", "--compare", *size]
+    words += ["--prompt", "a photo of sks", "--num_images", "2", "--output", tmp_path / "pictures"]
+    generate.main(generate.parse_args([str(word) for word in words]))
+    pictures = {path.name: Image.open(path).tobytes() for path in (tmp_path / "pictures").iterdir()}
+    assert len(pictures) == len(set(pictures.values())) == 4
+    assert capsys.readouterr().out.count("differs by") == 2
+
+
+def test_a_folder_without_a_lora_is_one_plain_line(flux, tmp_path):
+    words = ["--pretrained_model_name_or_path", flux.pipeline, "--lora", tmp_path, "--prompt", "x"]
+    with pytest.raises(SystemExit, match="error: "):
+        generate.main(generate.parse_args([str(word) for word in words]))
