@@ -15,7 +15,7 @@
 
 Everything that train_dreambooth_blockskip_flux.py and train_dreambooth_blockskip_sana.py share, in the order in which
 a run uses it. The method is arXiv 2603.20755, "Memory-Efficient Fine-Tuning Diffusion Transformers via Dynamic Patch
-Sampling and Block Skipping"; section numbers in docstrings are of that paper.
+Sampling and Block Skipping"; docstrings name the part of it that they follow.
 
     1. Refusals and arguments   the flags, and what is refused before any weight is loaded
     2. Photos and captions      what the run learns from
@@ -55,6 +55,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -664,7 +665,7 @@ def load_class_photos(args: argparse.Namespace) -> list[Photo]:
 
 
 def crop_photo(photo: Photo, draw: "Draw", args: argparse.Namespace, size: int) -> torch.Tensor:
-    """Cut a draw's square from its photo and resize it in one step (section 3.1).
+    """Cut a draw's square from its photo and resize it in one step (the paper's dynamic patch sampling).
 
     Args:
         photo: The photo; its short edge stands for `args.resolution` pixels.
@@ -825,7 +826,7 @@ class ResidualRecording:
 
 @contextlib.contextmanager
 def record_residuals(transformer: nn.Module, skip_first: int, skip_last: int) -> Iterator[ResidualRecording]:
-    """Record what the first `skip_first` and last `skip_last` blocks add to the streams that pass them (section 3.2).
+    """Record what the first `skip_first` and last `skip_last` blocks add to the streams that pass them.
 
     Within the context every forward pass of the full transformer fills `.residuals`: output of a span of blocks minus
     its input, as "first.hidden_states" and, where blocks carry a text stream, "first.encoder_hidden_states" (B,
@@ -961,7 +962,7 @@ class SkipHandle:
 
 
 def skip_blocks(transformer: nn.Module, skip_first: int, skip_last: int) -> SkipHandle:
-    """Take the first and last blocks out of a transformer and let stored residuals stand in for them (section 3.2).
+    """Take the first and last blocks out of a transformer and let stored residuals stand in for them.
 
     The skipped blocks' weights leave the module (they wait in host memory, in the handle); the indices of the other
     blocks, and with them the names of parameters and LoRA layers, stay. Call `set_residuals` on the handle before
@@ -1130,7 +1131,7 @@ def patch_size(
     schedule: str = "linear",
     generator: torch.Generator | None = None,
 ) -> int:
-    """Side of the crop for a noise level: large at high noise, small at low noise (section 3.1).
+    """Side of the crop for a noise level: large at high noise, small at low noise (patch sampling).
 
     Args:
         sigma: Noise level in [0, 1]; 1 is pure noise.
@@ -2010,7 +2011,7 @@ def encode_prompts(run: Run) -> dict[str, dict[str, torch.Tensor]]:
     for prompt in tqdm(dict.fromkeys(prompts), "encode prompts", disable=not run.accelerator.is_local_main_process):
         tensors = run.family.encode_prompt(run, pipeline, prompt)
         encoded[prompt] = {name: tensor.cpu() for name, tensor in tensors.items()}
-    del pipeline
+    del pipeline, component
     free_memory()
     return encoded
 
@@ -2459,7 +2460,7 @@ def start_training(run: Run, trainer: Trainer) -> None:
 def flow_matching_loss(
     run: Run, trainer: Trainer, batch: Batch, prompts: Mapping[str, dict[str, torch.Tensor]]
 ) -> torch.Tensor:
-    """Weighted squared error of the predicted velocity, noise - x_0, averaged over samples (section 3.3).
+    """Weighted squared error of the predicted velocity, noise - x_0, averaged over samples.
 
     A class image's row is weighted by `--prior_loss_weight` and belongs to the same sample as its photo's.
     """
@@ -2485,7 +2486,7 @@ def train(run: Run, trainer: Trainer, period: Period, prompts: Mapping[str, dict
         total=run.plan.max_steps, initial=trainer.step, desc="train", disable=not accelerator.is_local_main_process
     )
     losses = []
-    for batch in _whole_batches(stored_draw_loader(run, period, trainer.step)):
+    for batch in _read_ahead(stored_draw_loader(run, period, trainer.step)):
         with accelerator.accumulate(trainer.model):
             loss = flow_matching_loss(run, trainer, batch.to(accelerator.device), prompts)
             losses.append(loss.detach())
@@ -2503,11 +2504,18 @@ def train(run: Run, trainer: Trainer, period: Period, prompts: Mapping[str, dict
     bar.close()
 
 
-def _whole_batches(loader: DataLoader) -> Iterator[Batch]:
-    try:
-        yield from loader
-    except DamagedResidual as problem:
-        refuse(f"{problem}: run again with --resume_from_checkpoint latest, which makes it anew", every_process=True)
+def _read_ahead(loader: DataLoader) -> Iterator[Batch]:
+    """The loader's batches; while one is trained on, the next is read from disk."""
+    batches = iter(loader)
+    with ThreadPoolExecutor(max_workers=1) as reader:
+        upcoming = reader.submit(next, batches, None)
+        try:
+            while (batch := upcoming.result()) is not None:
+                upcoming = reader.submit(next, batches, None)
+                yield batch
+        except DamagedResidual as problem:
+            remedy = "run again with --resume_from_checkpoint latest, which makes it anew"
+            refuse(f"{problem}: {remedy}", every_process=True)
 
 
 def mean_loss(accelerator: Accelerator, losses: list[torch.Tensor], step: int) -> float:

@@ -376,6 +376,22 @@ def test_offloading_gives_the_same_run_and_is_over_in_training(case, tmp_path, m
     assert images[0] == images[1]
 
 
+def test_a_draw_damaged_in_the_middle_is_named_and_made_anew_by_the_resumed_run(flux, tmp_path, monkeypatch):
+    flags = (*flux.skip, "--checkpointing_steps", 1)
+    flux.run(flux.command(CATS, tmp_path / "straight", *flags, steps=5))
+
+    def damage(run, trainer, period, prompts):
+        path = sorted(run.store().folder.glob("rank0-*"))[3]
+        path.write_bytes(path.read_bytes()[:-1])
+
+    with monkeypatch.context() as patch:
+        spy_on(patch, "train", before=damage)
+        with pytest.raises(SystemExit, match=r"rank0-000003-instance.*--resume_from_checkpoint latest"):
+            flux.run(flux.command(CATS, tmp_path / "out", *flags, steps=5))
+    flux.run(flux.command(CATS, tmp_path / "out", *flags, "--resume_from_checkpoint", "latest", steps=5))
+    assert_same_lora(tmp_path / "straight", tmp_path / "out")
+
+
 def test_a_photo_lost_in_the_middle_is_named_for_what_it_is(flux, tmp_path, monkeypatch):
     photos = tmp_path / "photos"
     shutil.copytree(CATS, photos)
