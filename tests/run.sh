@@ -11,4 +11,4 @@ export OMP_NUM_THREADS=1 # the models are tiny: more threads only wait for each 
 
 "$VENV/bin/python" -m ruff check .
 "$VENV/bin/python" -m ruff format --check .
-"$VENV/bin/python" -m pytest "$@" # its status is that of this script: 5, where no test ran, is a failure as well
+"$VENV/bin/python" -m pytest -n 2 --dist loadfile "$@" # its status is that of this script: 5, where no test ran, is a failure as well
