@@ -24,6 +24,7 @@ import weakref
 import pytest
 import torch
 from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
 
 import blockskip_utils as blockskip
 from conftest import flux_inputs, legal_counts, make_flux, make_sana, sana_inputs
@@ -203,6 +204,31 @@ def test_lora_is_left_out_only_where_no_gradient_would_reach_it(kind, counts):
     reached = {name.removesuffix(".weight") for name, gradient in gradients.items() if gradient.abs().max() > 0}
     handle.restore()
     assert set(blockskip.lora_target_names(transformer, *counts, LORA_LAYERS[kind])) == reached
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_lora_inputs_left_in_bf16_change_no_gradient_under_autocast(kind):
+    make, make_inputs = MODELS[kind]
+    gradients = []
+    for is_cast in (True, False):
+        transformer = make(dtype=torch.bfloat16).requires_grad_(False)
+        targets = blockskip.lora_target_names(transformer, 1, 1, LORA_LAYERS[kind])
+        torch.manual_seed(0)
+        blockskip.add_lora(transformer, targets, rank=2, lora_alpha=2)
+        for name, parameter in transformer.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
+        assert layers and not any(layer.cast_input_dtype_enabled for layer in layers)
+        for layer in layers:
+            layer.cast_input_dtype_enabled = is_cast
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = transformer(**make_inputs(dtype=torch.bfloat16))[0]
+        output.float().square().sum().backward()
+        gradients.append({name: p.grad for name, p in transformer.named_parameters() if p.requires_grad})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        assert gradient.abs().max() > 0 and torch.equal(gradient, gradients[1][name]), name
 
 
 def test_recording_leaves_the_model_untouched():
