@@ -1976,6 +1976,8 @@ def start_trackers(run: Run) -> None:
     run.accelerator.init_trackers(
         f"dreambooth-{run.family.name.lower()}-blockskip-lora",
         config={n: v if isinstance(v, int | float | str | bool) else str(v) for n, v in config.items()},
+        # steps that a killed run had logged beyond its checkpoint are logged again, and count once
+        init_kwargs={"tensorboard": {"purge_step": run.start_step + 1}} if run.checkpoint else {},
     )
 
 

@@ -697,6 +697,23 @@ class Repository:
         self.repo_id = repo_id
 
 
+def test_log_of_a_killed_and_resumed_run_has_one_row_a_step(flux, tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    flags = (*flux.skip, "--checkpointing_steps", 2, "--report_to", "tensorboard")
+    trackers = []
+    spy_on(monkeypatch, "start_trackers", after=lambda _, run: trackers.extend(run.accelerator.trackers))
+    with monkeypatch.context() as patch:
+        kill_at(patch, "finish_step", 6)
+        with pytest.raises(Killed):
+            flux.run(flux.command(CATS, tmp_path / "out", *flags, steps=8))
+    trackers[0].finish()  # as the end of the process would
+    flux.run(flux.command(CATS, tmp_path / "out", *flags, "--resume_from_checkpoint", "latest", steps=8))
+    (folder,) = {path.parent for path in (tmp_path / "out" / "logs").glob("*/events*")}
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    assert [event.step for event in events.Scalars("loss")] == list(range(1, 9))
+
+
 def test_wandb_runs_offline(flux, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = (*flux.skip, "--validation_prompt", "sks", "--num_validation_images", 1, "--report_to", "wandb")
