@@ -1424,13 +1424,15 @@ class ResidualStore:
 def weights_digest(folder: str) -> str:
     """A digest of a pipeline's weights and configuration that takes a moment even for 30 GB.
 
-    Every configuration file counts whole; of a safetensors file the header and the first 4 KiB of each tensor; of any
-    other weights file its size and first MiB.
+    Of its components' safetensors files the header and the first 4 KiB of each tensor count, of their other files the
+    size and the first MiB; what else lies in the folder, such as the weights for other programs, does not.
     """
     digest = hashlib.sha256()
     root = pathlib.Path(folder)
     for path in sorted(p for p in root.rglob("*") if p.is_file() and len(p.relative_to(root).parts) <= 2):
         if path.suffix not in (".json", ".safetensors", ".bin", ".model", ".txt"):
+            continue
+        if path.parent == root and path.name != "model_index.json":
             continue
         digest.update(f"{path.relative_to(root)} {path.stat().st_size}\n".encode())
         with path.open("rb") as file:
@@ -1685,11 +1687,13 @@ def fetch_model(args: argparse.Namespace, family: ModelFamily) -> str:
         check_components(args, family, pathlib.Path(name))
         return name
     try:
-        return family.pipeline_class.download(
+        folder = family.pipeline_class.download(
             name, revision=args.revision, variant=args.variant, cache_dir=args.cache_dir, use_safetensors=True
         )
     except (OSError, ValueError) as problem:
         refuse(f"--pretrained_model_name_or_path {name} cannot be downloaded: {str(problem).splitlines()[0]}")
+    check_components(args, family, pathlib.Path(folder))
+    return folder
 
 
 def check_components(args: argparse.Namespace, family: ModelFamily, folder: pathlib.Path) -> None:
@@ -1719,11 +1723,14 @@ def check_shapes(family: ModelFamily, folder: str, config: Mapping[str, Any]) ->
 
 
 def choose_seed(args: argparse.Namespace, accelerator: Accelerator, checkpoint: pathlib.Path | None) -> int:
-    """The seed given; else that of the run being continued, by its checkpoint or stored draws; else a fresh one."""
+    """The seed given; else that of the run being continued, by what it left; else a fresh one."""
     if args.seed is not None:
         return args.seed
     if checkpoint:
         return read_checkpoint_state(checkpoint)["settings"]["--seed"]
+    if args.resume_from_checkpoint:  # of a run that ended before its first checkpoint
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return int(json.loads(pathlib.Path(args.output_dir, "run_report.json").read_text())["settings"]["--seed"])
     with contextlib.suppress(DamagedResidual, KeyError):
         if manifest := ResidualStore(residual_folder(args), torch.float32).manifest():
             return manifest["fingerprint"]["seed"]
@@ -1954,12 +1961,12 @@ def set_earlier_run_aside(run: Run) -> None:
     names = [LORA_FILE, "run_report.json", "README.md"]
     products = [run.output / name for name in names if (run.output / name).exists()]
     products += [path for path, step in all_checkpoints(run.output) if step > run.start_step or not run.checkpoint]
-    if not products:
-        return
-    logs = (run.output / run.args.logging_dir).resolve()
     if not run.checkpoint:
+        logs = (run.output / run.args.logging_dir).resolve()
         own = [run.output / "validation"] + ([logs] if logs.parent == run.output.resolve() else [])
         products += [path for path in own if path.exists()]
+    if not products:
+        return
     number = 1
     while (run.output / f"earlier-{number}").exists():
         number += 1
@@ -1973,12 +1980,16 @@ def set_earlier_run_aside(run: Run) -> None:
 def start_trackers(run: Run) -> None:
     """Start the trackers with the flags of the run, all but the token."""
     config = {name: value for name, value in vars(run.args).items() if name != "hub_token"}
-    run.accelerator.init_trackers(
-        f"dreambooth-{run.family.name.lower()}-blockskip-lora",
-        config={n: v if isinstance(v, int | float | str | bool) else str(v) for n, v in config.items()},
-        # steps that a killed run had logged beyond its checkpoint are logged again, and count once
-        init_kwargs={"tensorboard": {"purge_step": run.start_step + 1}} if run.checkpoint else {},
-    )
+    try:
+        run.accelerator.init_trackers(
+            f"dreambooth-{run.family.name.lower()}-blockskip-lora",
+            config={n: v if isinstance(v, int | float | str | bool) else str(v) for n, v in config.items()},
+            # steps that a killed run had logged beyond its checkpoint are logged again, and count once
+            init_kwargs={"tensorboard": {"purge_step": run.start_step + 1}} if run.checkpoint else {},
+        )
+    except Exception as problem:  # each tracker has its own: no login, no network, no folder
+        reason = next(iter(str(problem).splitlines()), type(problem).__name__)
+        refuse(f"--report_to {run.args.report_to} cannot be started ({reason}): log in to it, or use --report_to none")
 
 
 # ===================================================================================================================
@@ -2517,7 +2528,8 @@ def _read_ahead(loader: DataLoader) -> Iterator[Batch]:
                 yield batch
         except DamagedResidual as problem:
             remedy = "run again with --resume_from_checkpoint latest, which makes it anew"
-            refuse(f"{problem}: {remedy}", every_process=True)
+            reason = str(problem).strip().splitlines()[-1]  # a worker process puts its traceback in front
+            refuse(f"{reason}: {remedy}", every_process=True)
 
 
 def mean_loss(accelerator: Accelerator, losses: list[torch.Tensor], step: int) -> float:
@@ -2566,11 +2578,10 @@ def all_checkpoints(output: pathlib.Path) -> list[tuple[pathlib.Path, int]]:
 def read_checkpoint_state(checkpoint: pathlib.Path) -> dict[str, Any]:
     """The step, plan and settings that a checkpoint was saved with; refuses a folder that is no whole checkpoint."""
     try:
-        return json.loads((checkpoint / CHECKPOINT_STATE).read_text())
-    except (OSError, ValueError):
-        refuse(
-            f"--resume_from_checkpoint: {checkpoint} has no readable {CHECKPOINT_STATE}, so it is no whole checkpoint"
-        )
+        state = json.loads((checkpoint / CHECKPOINT_STATE).read_text())
+        return {"step": int(state["step"]), "plan": state["plan"], "settings": dict(state["settings"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        refuse(f"--resume_from_checkpoint: {checkpoint} has no readable {CHECKPOINT_STATE}, so it is not whole")
 
 
 def find_checkpoint(args: argparse.Namespace) -> pathlib.Path | None:
@@ -2601,7 +2612,10 @@ def check_checkpoint(run: Run) -> None:
             refuse(f"{run.checkpoint} was trained with {name} {then}, now it is {now}: use the same, or begin anew")
     if state["step"] > run.plan.max_steps:
         refuse(f"{run.checkpoint} has done {state['step']} steps, more than the {run.plan.max_steps} asked for")
-    wanted = [LORA_FILE, LR_SCHEDULER_FILE, *(f"random_states_{rank}.pkl" for rank in range(run.plan.num_processes))]
+    wanted = [LORA_FILE, LR_SCHEDULER_FILE, "optimizer.bin"]
+    wanted += [f"random_states_{rank}.pkl" for rank in range(run.plan.num_processes)]
+    wanted += [PERIOD_LORA] if lora_at_start(run) == run.checkpoint / PERIOD_LORA else []
+    wanted += ["scaler.pt"] if run.accelerator.mixed_precision == "fp16" else []
     for name in wanted:
         if not (run.checkpoint / name).is_file():
             refuse(f"{run.checkpoint} has no {name}, so it is no whole checkpoint: resume from another one")

@@ -172,7 +172,7 @@ def main(args: argparse.Namespace) -> None:
     with report.phase("check"):
         run = blockskip.check(args, SANA, accelerator, report)
     if run.is_finished:
-        accelerator.print(f"{run.output} holds the finished run: nothing to do")
+        accelerator.print(f"{run.output} holds the finished run: nothing is trained, drawn or uploaded again")
         return
     with report.phase("encode prompts"):
         prompts = blockskip.encode_prompts(run)

@@ -335,13 +335,23 @@ def test_resuming_as_another_run_is_refused(flux, tmp_path, monkeypatch, capsys,
     assert part in refusal(arguments, monkeypatch, capsys)
 
 
-def test_a_checkpoint_with_a_part_missing_is_refused(flux, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("part", ["random_states_0.pkl", "optimizer.bin", "pytorch_lora_weights.safetensors"])
+def test_a_checkpoint_with_a_part_missing_is_refused(flux, tmp_path, monkeypatch, capsys, part):
     out = tmp_path / "out"
     flux.run(flux.command(CATS, out, "--checkpointing_steps", 1, steps=1))
-    (out / "checkpoint-1" / "random_states_0.pkl").unlink()
+    (out / "checkpoint-1" / part).unlink()
     resume = ("--resume_from_checkpoint", "latest")
     message = refusal(flux.command(CATS, out, *resume, steps=2), monkeypatch, capsys)
-    assert "random_states_0.pkl" in message and "checkpoint-1" in message
+    assert part in message and "checkpoint-1" in message and (out / "pytorch_lora_weights.safetensors").exists()
+
+
+def test_a_tracker_that_cannot_be_started_is_one_plain_line(flux, tmp_path, monkeypatch, capsys):
+    def no_key(*args, **kwargs):
+        raise RuntimeError("No API key configured.\nMore lines")
+
+    monkeypatch.setattr(blockskip.Accelerator, "init_trackers", no_key)
+    message = refusal(flux.command(CATS, tmp_path / "out", "--report_to", "wandb"), monkeypatch, capsys)
+    assert "--report_to wandb" in message and "No API key" in message
 
 
 def test_the_command_line_itself_ends_with_one_line_and_a_status(flux, tmp_path):

@@ -245,6 +245,25 @@ def test_resumed_finished_run_does_nothing(case, tmp_path, monkeypatch):
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
 
 
+def test_finished_run_without_seed_or_checkpoint_is_not_trained_again(flux, tmp_path, monkeypatch):
+    arguments = flux.command(CATS, tmp_path / "out", *flux.skip)
+    at = arguments.index("--seed")
+    arguments = arguments[:at] + arguments[at + 2 :]
+    flux.run(arguments)
+    spy_on(monkeypatch, "encode_prompts", before=lambda run: pytest.fail("a finished run went on"))
+    flux.run([*arguments, "--resume_from_checkpoint", "latest"])
+
+
+def test_images_of_a_run_killed_before_its_first_checkpoint_are_kept(flux, tmp_path):
+    image = tmp_path / "out" / "validation" / "final" / "image_0.png"
+    image.parent.mkdir(parents=True)
+    image.write_text("of an earlier run")
+    validation = ("--validation_prompt", "x", "--num_validation_images", 1)
+    flux.run(flux.command(CATS, tmp_path / "out", *validation, steps=1))
+    kept = tmp_path / "out" / "earlier-1" / "validation" / "final" / "image_0.png"
+    assert kept.read_text() == "of an earlier run" and image.stat().st_size > 100
+
+
 def test_longer_run_goes_on_from_a_finished_one(case, tmp_path):
     flags = (*case.skip, "--checkpointing_steps", 2, "--learning_rate", 0.01)
     case.run(case.command(CATS, tmp_path / "straight", *flags, steps=5))

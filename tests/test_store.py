@@ -127,6 +127,7 @@ def test_weights_digest_sees_a_change_in_any_tensor_and_any_config(tmp_path):
         return blockskip.weights_digest(str(folder.parent))
 
     one = digest(torch.zeros(7))
+    (folder.parent / "for-another-program.safetensors").write_bytes(b"anything")
     assert digest(torch.zeros(7)) == one
     assert digest(torch.ones(7)) != one
     assert digest(torch.zeros(8)) != one
