@@ -508,12 +508,12 @@ class Photo:
 
     def load(self) -> Image.Image:
         """The upright photo in RGB."""
-        return _upright_rgb(self.source() if callable(self.source) else Image.open(self.source))
+        return _load_upright(self.source)
 
 
-def _upright_rgb(image: Image.Image) -> Image.Image:
-    """Turn a photo as its EXIF data says and bring it to 8-bit RGB; transparent areas become white."""
-    image = ImageOps.exif_transpose(image)
+def _load_upright(source: pathlib.Path | Callable[[], Image.Image]) -> Image.Image:
+    """Open a photo, turn it as its EXIF data says and bring it to 8-bit RGB; transparent areas become white."""
+    image = ImageOps.exif_transpose(source() if callable(source) else Image.open(source))
     if image.mode.startswith("I") or image.mode == "F":
         values = np.asarray(image, dtype=np.float64)
         image = Image.fromarray((values / (257 if values.max(initial=0) > 255 else 1)).clip(0, 255).astype(np.uint8))
@@ -526,7 +526,7 @@ def _upright_rgb(image: Image.Image) -> Image.Image:
 def _examine(name: str, caption: str, source: pathlib.Path | Callable, where: str) -> Photo:
     """Decode a photo once, so that a damaged one is refused now and not in the middle of the run."""
     try:
-        image = _upright_rgb(source() if callable(source) else Image.open(source))
+        image = _load_upright(source)
     except Exception as problem:  # decoders raise OSError, ValueError, SyntaxError, struct.error, ...
         reason = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
         refuse(f"{where}: {name} cannot be read as an image ({reason}): repair or remove it")
@@ -1663,15 +1663,20 @@ def transformer_structure(args: argparse.Namespace, family: ModelFamily) -> nn.M
         return family.transformer_class.from_config(config)
 
 
+def nearest_existing(path: pathlib.Path) -> pathlib.Path:
+    """The path itself, or the nearest of the folders above it that exists."""
+    while not path.exists():
+        path = path.parent
+    return path
+
+
 def check_folders(args: argparse.Namespace) -> None:
     """Refuse a folder that cannot be written."""
     folders = {"--output_dir": pathlib.Path(args.output_dir), "--residual_dir": residual_folder(args)}
     if args.with_prior_preservation:
         folders["--class_data_dir"] = pathlib.Path(args.class_data_dir)
     for flag, folder in folders.items():
-        existing = folder
-        while not existing.exists():
-            existing = existing.parent
+        existing = nearest_existing(folder)
         if not existing.is_dir():
             refuse(f"{flag} {folder}: {existing} is a file, not a folder")
         if not os.access(existing, os.W_OK):
@@ -1870,11 +1875,8 @@ def check_residual_folder(run: Run) -> None:
 def check_disk(plan: Plan, store: ResidualStore) -> None:
     """Refuse a run whose draws do not fit the disk; draws that are there already count as fitting."""
     folder = store.folder
-    existing = folder
-    while not existing.exists():
-        existing = existing.parent
     present = sum(path.stat().st_size for path in store.own_files())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(nearest_existing(folder)).free
     if plan.residual_bytes - present > free:
         refuse(
             f"{folder} needs {readable(plan.residual_bytes)} for {plan.num_draws} draws and {readable(free)} "
