@@ -25,7 +25,8 @@ Sampling and Block Skipping"; docstrings name the part of it that they follow.
     6. Residual store           draws on disk: atomic, fingerprinted, checked
     7. Start and check          the first phase
     8. Prompts and class images text encoders run once per distinct prompt
-    9. LoRA and trainer         adapters on the middle blocks, optimizer, learning rate
+    9. Quantised weights, LoRA  frozen weights in 4 or 8 bits, adapters on the middle blocks, optimizer
+      and trainer
    10. Precompute               latents and residuals of every draw
    11. Train                    the middle blocks, from the stored draws
    12. Checkpoints              save and resume, bit for bit
@@ -64,9 +65,9 @@ import numpy as np
 import psutil
 import safetensors
 import torch
-from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate import Accelerator, AutocastKwargs, InitProcessGroupKwargs
 from accelerate.utils import DistributedType, LoggerType, ProjectConfiguration, broadcast_object_list, set_seed
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import BitsAndBytesConfig, FlowMatchEulerDiscreteScheduler
 from diffusers.hooks import HookRegistry, apply_group_offloading
 from diffusers.optimization import SchedulerType, get_scheduler
 from diffusers.training_utils import (
@@ -83,7 +84,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from PIL import Image, ImageOps
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
@@ -168,6 +169,11 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, max_sequence_length:
     group.add_argument("--revision", help="Branch, tag or commit of the hub repository.")
     group.add_argument("--variant", help="Which set of weight files to load, such as fp16.")
     group.add_argument("--enable_vae_tiling", action="store_true", help="Let the VAE work on large images in tiles.")
+    group.add_argument(
+        "--bnb_quantization_config_path",
+        metavar="FILE",
+        help="A BitsAndBytesConfig in JSON: the frozen weights of the trained blocks are kept in 4 or 8 bits.",
+    )
     group.add_argument("--cache_dir", help="Where downloads are kept instead of the usual cache.")
     group.add_argument(
         "--max_sequence_length", type=POSITIVE, default=max_sequence_length, help="Text tokens a prompt is padded to."
@@ -467,6 +473,7 @@ def package_problems(args: argparse.Namespace) -> Iterator[str]:
             yield f"{package} {installed} is too old: run pip install -U '{package}>={floor}'"
     wanted = {
         "--use_8bit_adam": (args.use_8bit_adam, ("bitsandbytes",)),
+        "--bnb_quantization_config_path": (bool(args.bnb_quantization_config_path), ("bitsandbytes",)),
         "--optimizer prodigy": (args.optimizer == "prodigy", ("prodigyopt",)),
         "--enable_npu_flash_attention": (args.enable_npu_flash_attention, ("torch_npu",)),
         "--dataset_name": (bool(args.dataset_name), ("datasets",)),
@@ -767,6 +774,13 @@ def named_blocks(transformer: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def trained_blocks(transformer: nn.Module, skip_first: int, skip_last: int) -> list[str]:
+    """Names of the blocks that are trained; ValueError if the counts leave none."""
+    names = list(named_blocks(transformer))
+    check_skip_counts(len(names), skip_first, skip_last)
+    return names[skip_first : len(names) - skip_last]
+
+
 def check_skip_counts(depth: int, skip_first: int, skip_last: int) -> None:
     """ValueError unless both counts are non-negative and leave at least one of `depth` blocks to train."""
     if skip_first < 0 or skip_last < 0 or skip_first + skip_last >= depth:
@@ -885,7 +899,7 @@ class _SkippedBlock(nn.Module):
 
 def _to_host(block: nn.Module) -> nn.Module:
     """Move a block to host memory; one without data, on the meta device, stays there."""
-    return block if any(parameter.is_meta for parameter in block.parameters()) else block.to("cpu")
+    return block if all(p.device.type in ("cpu", "meta") for p in block.parameters()) else block.to("cpu")
 
 
 class SkipHandle:
@@ -988,9 +1002,7 @@ def lora_target_names(transformer: nn.Module, skip_first: int, skip_last: int, l
     Raises:
         ValueError: A name matches no layer, or none that can be trained; the message says which.
     """
-    layout, names = block_layout(transformer), list(named_blocks(transformer))
-    check_skip_counts(len(names), skip_first, skip_last)
-    middle = names[skip_first : len(names) - skip_last]
+    layout, middle = block_layout(transformer), trained_blocks(transformer, skip_first, skip_last)
     matched = {layer: [] for layer in layers}
     anywhere = set()
     for name, module in transformer.named_modules():
@@ -1518,6 +1530,7 @@ class Run:
     class_photos: list[Photo]
     scheduler: FlowMatchEulerDiscreteScheduler
     checkpoint: pathlib.Path | None
+    quantization: BitsAndBytesConfig | None
     is_finished: bool = False
 
     @property
@@ -1574,7 +1587,10 @@ def start(args: argparse.Namespace, family: ModelFamily) -> Accelerator:
             project_config=ProjectConfiguration(
                 project_dir=args.output_dir, logging_dir=os.path.join(args.output_dir, args.logging_dir)
             ),
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],
+            kwargs_handlers=[
+                InitProcessGroupKwargs(timeout=timedelta(hours=2)),
+                AutocastKwargs(enabled=False),  # see `compute_lora_in_frozen_precision`
+            ],
         )
     except ValueError as problem:
         refuse(str(problem).splitlines()[0])
@@ -1628,6 +1644,7 @@ def check(args: argparse.Namespace, family: ModelFamily, accelerator: Accelerato
         class_photos=class_photos[: args.num_class_images],
         scheduler=scheduler,
         checkpoint=checkpoint,
+        quantization=read_quantization_config(args, DTYPES[accelerator.mixed_precision]),
     )
     run.is_finished = is_finished(run)
     if checkpoint and not run.is_finished:
@@ -1843,12 +1860,20 @@ def fingerprint(run: Run, period: Period, period_lora: str | None) -> dict[str, 
         "timesteps": [args.weighting_scheme, args.logit_mean, args.logit_std, args.mode_scale, args.timestep_shift],
         "text": {name: getattr(args, name) for name in run.family.text_flags},
         "precision": [str(run.weight_dtype), args.residual_dtype, args.precompute_batch_size, args.enable_vae_tiling],
+        "quantisation": quantization_settings(run),
         "device": [run.accelerator.device.type, args.allow_tf32, args.enable_npu_flash_attention],
         "seed": plan.seed,
         "processes": plan.num_processes,
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "diffusers", "transformers")},
         "period": [period.number, plan.num_draws if period.number else None, period_lora],
     }
+
+
+def quantization_settings(run: Run) -> dict[str, Any] | None:
+    """What decides the bits of quantised weights; None where none are."""
+    if not run.quantization:
+        return None
+    return {**run.quantization.to_dict(), "bitsandbytes": importlib.metadata.version("bitsandbytes")}
 
 
 def check_residual_folder(run: Run) -> None:
@@ -1934,6 +1959,7 @@ def run_settings(run: Run) -> dict[str, Any]:
         **flags,
         "--seed": run.plan.seed,
         "--mixed_precision": run.accelerator.mixed_precision,
+        "--bnb_quantization_config_path": quantization_settings(run),
         "the number of processes": run.plan.num_processes,
         "the photos and captions of digest": photos_digest(run.photos),
         "the base model of digest": run.model_digest,
@@ -2041,15 +2067,18 @@ def place(run: Run, module: nn.Module) -> None:
     device = run.accelerator.device
     if not run.args.offload:
         module.to(device)
-    elif type(module).__name__ in LAYOUTS:
-        apply_group_offloading(module, onload_device=device, offload_type="block_level", num_blocks_per_group=1)
-    else:
-        apply_group_offloading(module, onload_device=device, offload_type="leaf_level")
+        return
+    # the layer after the present one is fetched on a stream, in the order of the first forward pass; a VAE has none,
+    # being called by encode and decode
+    use_stream = device.type == "cuda" and not hasattr(module, "decode")
+    apply_group_offloading(module, onload_device=device, offload_type="leaf_level", use_stream=use_stream)
 
 
 def take_back(module: nn.Module) -> None:
     """Bring a module that was placed back to host memory, as it was."""
-    HookRegistry.check_if_exists_or_initialize(module).remove_hook("group_offloading", recurse=True)
+    registry = HookRegistry.check_if_exists_or_initialize(module)
+    for name in ("lazy_prefetch_group_offloading", "layer_execution_tracker", "group_offloading"):
+        registry.remove_hook(name, recurse=True)
     module.to("cpu")
 
 
@@ -2061,8 +2090,31 @@ def load_vae(run: Run) -> nn.Module:
         run.model_folder, subfolder="vae", torch_dtype=torch.float32, variant=run.args.variant, use_safetensors=True
     )
     if run.args.enable_vae_tiling:
-        vae.enable_tiling()
+        work_in_tiles(vae)
     return vae.requires_grad_(False).eval()
+
+
+TILE = 512  # pixels
+
+
+def work_in_tiles(vae: nn.Module) -> None:
+    """Let a VAE encode and decode images larger than `TILE` in overlapping tiles of that side, blended."""
+    vae.enable_tiling()
+    if hasattr(vae, "tile_latent_min_size"):  # an AutoencoderKL's tiles are as large as the images it was trained on
+        pixels_per_cell = 2 ** (len(vae.config.block_out_channels) - 1)
+        vae.tile_sample_min_size, vae.tile_latent_min_size = TILE, TILE // pixels_per_cell
+
+
+@contextlib.contextmanager
+def decoding_in_little_memory(run: Run, vae: nn.Module) -> Iterator[None]:
+    """With --offload, decode large images in tiles: at 1024 px the VAE of FLUX would take 3 GiB for activations."""
+    in_tiles_already = vae.use_tiling
+    if run.args.offload:
+        work_in_tiles(vae)
+    try:
+        yield
+    finally:
+        vae.use_tiling = in_tiles_already
 
 
 def load_transformer(run: Run, dtype: torch.dtype) -> nn.Module:
@@ -2122,8 +2174,106 @@ def make_class_images(run: Run, prompts: Mapping[str, dict[str, torch.Tensor]]) 
 
 
 # ===================================================================================================================
-# 9. LoRA and trainer
+# 9. Quantised weights, LoRA and trainer
 # ===================================================================================================================
+
+
+class QuantizedLinear(nn.Linear):
+    """A frozen linear layer whose weight bitsandbytes keeps in 4 or 8 bits and multiplies with.
+
+    bitsandbytes' own layers hold their weight in a subclass of Parameter that takes no fake tensor, and this one
+    serves training and memory meter alike. Made from a linear layer by `quantize`, on whose device it stays.
+
+    Attributes:
+        weight: Packed, uint8 (in * out / 2, 1) for 4 bits; int8 (out, in) for 8.
+        scales: bitsandbytes' QuantState or MatmulLtState, with what it takes to read the weight.
+    """
+
+    def __init__(self, original: nn.Linear, weight: torch.Tensor, scales: Any) -> None:
+        nn.Module.__init__(self)  # that of Linear would make a weight first
+        self.in_features, self.out_features = original.in_features, original.out_features
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = original.bias
+        self.scales = scales
+
+    @classmethod
+    def quantize(cls, original: nn.Linear, config: BitsAndBytesConfig, device: torch.device) -> "QuantizedLinear":
+        """Quantise a layer's weight on a device as the configuration says."""
+        import bitsandbytes as bnb  # slow to import, and needed with a quantised base only
+
+        weight = original.weight.detach().to(device)
+        if original.bias is not None:
+            original.bias.data = original.bias.data.to(device)
+        if config.load_in_8bit:
+            quantized, row_scales, _ = bnb.functional.int8_vectorwise_quant(weight.to(torch.float16))
+            scales = bnb.MatmulLtState(CB=quantized, SCB=row_scales)
+            scales.has_fp16_weights, scales.threshold = False, config.llm_int8_threshold
+            return cls(original, quantized, scales)
+        packed, scales = bnb.functional.quantize_4bit(
+            weight,
+            quant_type=config.bnb_4bit_quant_type,
+            compress_statistics=config.bnb_4bit_use_double_quant,
+            quant_storage=config.bnb_4bit_quant_storage,
+        )
+        return cls(original, packed, scales)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        import bitsandbytes as bnb
+
+        if self.weight.dtype == torch.int8:
+            return bnb.matmul(x, self.weight, bias=self.bias, state=self.scales)
+        return bnb.matmul_4bit(x, self.weight, bias=self.bias, quant_state=self.scales)
+
+    def scale_tensors(self) -> list[torch.Tensor]:
+        """The tensors beside the weight that bitsandbytes reads it with; code tables are shared among layers."""
+        states = [self.scales, getattr(self.scales, "state2", None)]
+        found = [value for state in states if state for value in vars(state).values()]
+        return [tensor for tensor in found if isinstance(tensor, torch.Tensor) and tensor is not self.weight.data]
+
+
+def quantize_blocks(
+    transformer: nn.Module, blocks: Iterable[str], config: BitsAndBytesConfig, device: torch.device
+) -> None:
+    """Quantise the frozen linear layers of some blocks, one after the other, on a device, where these blocks stay.
+
+    Args:
+        transformer: In host memory, so that no more than one layer at a time is on the device in full precision.
+        blocks: Names such as "single_transformer_blocks.3".
+        config: Layers that `llm_int8_skip_modules` names, by full name or its last parts, stay as they are.
+    """
+    spared = config.llm_int8_skip_modules or []
+    for block_name in blocks:
+        for name, layer in list(transformer.get_submodule(block_name).named_modules()):
+            full = f"{block_name}.{name}"
+            is_spared = any(full == other or full.endswith(f".{other}") for other in spared)
+            if isinstance(layer, nn.Linear) and not layer.weight.requires_grad and not is_spared:
+                parent, _, last = full.rpartition(".")
+                setattr(transformer.get_submodule(parent), last, QuantizedLinear.quantize(layer, config, device))
+
+
+def read_quantization_config(args: argparse.Namespace, compute_dtype: torch.dtype) -> BitsAndBytesConfig | None:
+    """The BitsAndBytesConfig of `--bnb_quantization_config_path`, computing in the run's precision; refuses others."""
+    if not args.bnb_quantization_config_path:
+        return None
+    flag = f"--bnb_quantization_config_path {args.bnb_quantization_config_path}"
+    try:
+        settings = json.loads(pathlib.Path(args.bnb_quantization_config_path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        refuse(f"{flag} cannot be read as JSON ({str(problem).splitlines()[0]})")
+    known = set(inspect.signature(BitsAndBytesConfig.__init__).parameters) - {"self", "kwargs"}
+    if not isinstance(settings, dict):
+        refuse(f'{flag} holds no JSON object, such as {{"load_in_4bit": true, "bnb_4bit_quant_type": "nf4"}}')
+    if unknown := sorted(set(settings) - known - {"_load_in_4bit", "_load_in_8bit", "quant_method"}):
+        refuse(f"{flag}: BitsAndBytesConfig knows no {unknown[0]!r}")
+    settings = {name: value for name, value in settings.items() if name in known}
+    if bool(settings.get("load_in_4bit")) == bool(settings.get("load_in_8bit")):
+        refuse(f"{flag} must set exactly one of load_in_4bit and load_in_8bit to true")
+    if settings.get("llm_int8_has_fp16_weight"):
+        refuse(f"{flag}: llm_int8_has_fp16_weight is for training the weights themselves: leave it out")
+    try:
+        return BitsAndBytesConfig(**{**settings, "bnb_4bit_compute_dtype": compute_dtype})
+    except (TypeError, ValueError, AttributeError) as problem:
+        refuse(f"{flag}: {str(problem).splitlines()[0]}")
 
 
 @dataclasses.dataclass
@@ -2174,11 +2324,50 @@ def add_lora(
         )
     )
     cast_training_params(transformer, dtype=dtype)
+    compute_lora_in_frozen_precision(transformer)
+
+
+class _LinearInPrecisionOfInput(torch.autograd.Function):
+    """x W^T in the precision of x; of W, only the original is kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return nn.functional.linear(x, weight.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        for_x = gradient @ weight.to(gradient.dtype) if ctx.needs_input_grad[0] else None
+        for_weight = gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+        return for_x, for_weight.to(weight.dtype)
+
+
+class _LoraLinear(nn.Linear):
+    """One of a LoRA's two matrices: its weight is in fp32, its products are in the precision of its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _LinearInPrecisionOfInput.apply(x, self.weight)
+
+
+class _LoraConv2d(nn.Conv2d):
+    """The same for a layer that is a convolution."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._conv_forward(x, self.weight.to(x.dtype), None)
+
+
+def compute_lora_in_frozen_precision(transformer: nn.Module) -> None:
+    """Let the LoRA, whose weights may be in fp32, compute in the precision of the frozen model.
+
+    The products are those of autocast, to the bit. But autocast would also lift the model's norms to fp32 on a GPU and
+    keep a second copy of the LoRA for the backward pass, and peft without it would cast each layer's input to fp32.
+    """
     for module in transformer.modules():
         if isinstance(module, BaseTunerLayer):
-            # peft would cast inputs to the LoRA's fp32, and autocast back: the same values, but each layer would keep
-            # a copy of its own for the backward pass, where to_q, to_k and to_v can share one
             module.cast_input_dtype_enabled = False
+            for matrix in (*module.lora_A.values(), *module.lora_B.values()):
+                matrix.__class__ = _LoraLinear if isinstance(matrix, nn.Linear) else _LoraConv2d
 
 
 def lora_weights(transformer: nn.Module) -> dict[str, torch.Tensor]:
@@ -2223,8 +2412,6 @@ def make_optimizer(parameters: list[nn.Parameter], args: argparse.Namespace, pla
     if args.optimizer == "prodigy":
         from prodigyopt import Prodigy  # optional package; its presence was checked
 
-        if learning_rate <= 0.1:
-            logger.warning(f"Prodigy finds the step size by itself: --learning_rate 1 suits it, not {learning_rate}")
         return Prodigy(
             parameters,
             **common,
@@ -2244,6 +2431,9 @@ def load_trainer(run: Run) -> Trainer:
     """Load transformer and VAE into host memory, add the LoRA, make optimizer and learning rate schedule."""
     args, plan = run.args, run.plan
     transformer = load_transformer(run, run.weight_dtype)
+    if run.quantization:
+        blocks = trained_blocks(transformer, plan.skip_first, plan.skip_last)
+        quantize_blocks(transformer, blocks, run.quantization, run.accelerator.device)
     set_seed(plan.seed)
     lora = {"rank": args.rank, "lora_alpha": args.lora_alpha, "lora_dropout": args.lora_dropout}
     add_lora(transformer, plan.lora_targets, **lora)
@@ -2262,6 +2452,8 @@ def load_trainer(run: Run) -> Trainer:
         num_cycles=args.lr_num_cycles,
         power=args.lr_power,
     )
+    if args.optimizer == "prodigy" and args.learning_rate <= 0.1:
+        logger.warning(f"Prodigy finds the step size by itself: --learning_rate 1 suits it, not {args.learning_rate}")
     if args.lr_scheduler != "constant" and args.lr_warmup_steps >= plan.max_steps:
         logger.warning(
             f"--lr_warmup_steps {args.lr_warmup_steps} is no less than the run's {plan.max_steps} steps: "
@@ -2340,20 +2532,9 @@ def precompute(
 def _precompute_group(
     run: Run, trainer: Trainer, source: DrawSource, store: ResidualStore, group: list[Draw], prompts: Mapping
 ) -> None:
-    args, plan, device = run.args, run.plan, run.accelerator.device
-    pixels = torch.stack([crop_photo(source.photo(draw), draw, args, plan.patch_resolution) for draw in group])
-    generators = [draw.generator("vae") for draw in group]
-    latents = run.family.encode_pixels(trainer.vae, pixels.to(device), generators).float()  # (B, C, h, w)
-    residuals = {}
-    if plan.skips_blocks:
-        noise = torch.stack([draw.noise(latents.shape[1:]) for draw in group]).to(device)
-        sigmas, timesteps = torch.tensor([[draw.sigma, draw.timestep] for draw in group], device=device).unbind(1)
-        embeddings, autocast = stack_prompts(prompts, [draw.prompt for draw in group]), run.accelerator.autocast()
-        with record_residuals(trainer.transformer, plan.skip_first, plan.skip_last) as recording, autocast:
-            run.family.predict_velocity(
-                run, trainer.transformer, add_noise(latents, noise, sigmas), timesteps, to_device(embeddings, device)
-            )
-        residuals = recording.residuals
+    pixels = [crop_photo(source.photo(draw), draw, run.args, run.plan.patch_resolution) for draw in group]
+    pixels = torch.stack(pixels).to(run.accelerator.device)
+    latents, residuals = latents_and_residuals(run, trainer, pixels, group, prompts)
     for row, draw in enumerate(group):
         try:
             store.write(draw, latents[row], {key: residual[row] for key, residual in residuals.items()})
@@ -2362,6 +2543,30 @@ def _precompute_group(
         except (OSError, safetensors.SafetensorError) as problem:
             message = f"{store.folder} cannot be written ({problem}): free the disk and run again; nothing is lost"
             refuse(message, every_process=True)
+
+
+def latents_and_residuals(
+    run: Run, trainer: Trainer, pixels: torch.Tensor, draws: list[Draw], prompts: Mapping
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """One pass of the full model.
+
+    Args:
+        pixels: (B, 3, side, side) in [-1, 1], the crops of B draws, on the device.
+
+    Returns:
+        Latents (B, C, h, w) in fp32, and residuals by key (B, tokens, width), none if no block is skipped.
+    """
+    plan, device = run.plan, pixels.device
+    generators = [draw.generator("vae") for draw in draws]
+    latents = run.family.encode_pixels(trainer.vae, pixels, generators).float()  # (B, C, h, w)
+    if not plan.skips_blocks:
+        return latents, {}
+    noise = torch.stack([draw.noise(latents.shape[1:]) for draw in draws]).to(device)
+    sigmas, timesteps = torch.tensor([[draw.sigma, draw.timestep] for draw in draws], device=device).unbind(1)
+    embeddings = to_device(stack_prompts(prompts, [draw.prompt for draw in draws]), device)
+    with record_residuals(trainer.transformer, plan.skip_first, plan.skip_last) as recording:
+        run.family.predict_velocity(run, trainer.transformer, add_noise(latents, noise, sigmas), timesteps, embeddings)
+    return latents, recording.residuals
 
 
 def to_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
@@ -2734,7 +2939,7 @@ def draw_images(
     pipeline = image_pipeline(run, transformer, vae)
     pipeline.set_progress_bar_config(disable=True)
     devices = [accelerator.device] if accelerator.device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices), accelerator.autocast():
+    with torch.no_grad(), torch.random.fork_rng(devices), decoding_in_little_memory(run, vae):
         for number in range(accelerator.process_index, len(paths), accelerator.num_processes):
             generator = keyed_generator(run.plan.seed, "validation", number)
             (image,) = run.family.generate_images(run, pipeline, prompts, args.validation_prompt, [generator])
@@ -2769,6 +2974,7 @@ def validate(run: Run, prompts: Mapping[str, dict[str, torch.Tensor]]) -> list[p
         return []
     transformer, vae = load_transformer(run, run.weight_dtype), load_vae(run)
     transformer.load_lora_adapter(str(run.output), weight_name=LORA_FILE, prefix="transformer")
+    compute_lora_in_frozen_precision(transformer)
     place(run, transformer)
     place(run, vae)
     return draw_images(run, transformer, vae, prompts, "final", run.plan.max_steps)
@@ -2991,14 +3197,25 @@ class MemoryMeter(TorchDispatchMode):
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors that were made before the meter was entered: weights, batch, residuals."""
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            key = storage._cdata  # address of the C++ object: fake tensors have no data_ptr
-            if key in self._storages:
-                continue
-            size = storage.nbytes()
-            self._storages[key] = weakref.ref(storage, lambda _, key=key, size=size: self._forget(key, size))
-            self.live_bytes += size
+            self._remember(tensor, counts=True)
+
+    def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Leave tensors and views of them out, unless they are counted already: they lie elsewhere."""
+        for tensor in tensors:
+            self._remember(tensor, counts=False)
+
+    def hold(self, size: int) -> None:
+        """Add bytes that no tensor stands for; a negative number takes them away again."""
+        self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _remember(self, tensor: torch.Tensor, counts: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata  # address of the C++ object: fake tensors have no data_ptr
+        if key not in self._storages:
+            size = storage.nbytes() if counts else 0
+            self._storages[key] = weakref.ref(storage, lambda _, key=key, size=size: self._forget(key, size))
+            self.hold(size)
 
     def _forget(self, key: int, size: int) -> None:
         del self._storages[key]
@@ -3008,6 +3225,52 @@ class MemoryMeter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.watch(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
         return result
+
+
+class _NumbersReadAsOne(TorchDispatchMode):
+    """Optimizers and masks read numbers off tensors and decide by them; a fake tensor has none, so it reads as 1."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return 1.0 if args[0].dtype.is_floating_point else 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Within it, tensors have shapes but no data; models are built on the meta device before, and filled within."""
+    with FakeTensorMode(allow_non_fake_inputs=True), _NumbersReadAsOne():  # bitsandbytes has real code tables
+        yield
+
+
+def fill(module: nn.Module) -> None:
+    """Give a module from the meta device weights in host memory; within `fake_tensors` they take none."""
+    # not `to_empty`: it hands the meta tensors to an operator, and they belong to no fake mode
+    module._apply(lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"))
+
+
+def held_tensors(module: nn.Module) -> list[torch.Tensor]:
+    """All that a module holds: parameters, buffers, and the scales of quantised layers."""
+    scales = [t for layer in module.modules() if isinstance(layer, QuantizedLinear) for t in layer.scale_tensors()]
+    return [*module.parameters(), *module.buffers(), *scales]
+
+
+def training_structure(
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    targets: Callable[[nn.Module], Iterable[str]],
+    *,
+    lora: Mapping[str, Any],
+    gradient_checkpointing: bool,
+) -> nn.Module:
+    """The transformer with its LoRA on the meta device, where adapters and casts do not stumble over fake tensors."""
+    with torch.device("meta"):
+        transformer = getattr(diffusers, config["_class_name"]).from_config(config)
+        transformer.to(dtype).requires_grad_(False).train()
+        add_lora(transformer, targets(transformer), **lora)
+    if gradient_checkpointing:
+        transformer.enable_gradient_checkpointing()
+    return transformer
 
 
 def estimate_memory(
@@ -3020,15 +3283,17 @@ def estimate_memory(
     lora_layers: Iterable[str] | None = None,
     lora_dtype: str | None = None,
     batch_size: int = 1,
+    accumulates: bool = False,
     text_tokens: int | None = None,
     gradient_checkpointing: bool = False,
     dtype: str = "bf16",
     residual_dtype: str = "bf16",
+    quantization: Mapping[str, Any] | None = None,
 ) -> dict[str, int]:
     """Estimate what a LoRA training step with skipped blocks takes, without weights and without a GPU.
 
-    The real model class, PEFT adapter, autograd and AdamW run for two steps on fake tensors: the second step begins
-    with the optimizer's state in place, as all later ones do. 1 GiB is 2^30 bytes.
+    The real model class, PEFT adapter, autograd and AdamW, with its state in place, run for a step on fake tensors.
+    1 GiB is 2^30 bytes.
 
     Args:
         config: The transformer's config.json, with its `_class_name`.
@@ -3038,10 +3303,12 @@ def estimate_memory(
         lora_dtype: Of the LoRA, its gradients and AdamW's state: fp32, bf16 or fp16. By default that of the frozen
             weights, to which the published figures come closest with this meter; the training scripts keep it in fp32.
         batch_size: Samples of a forward pass.
+        accumulates: Whether gradients of an earlier batch lie there during a forward pass.
         text_tokens: Length of an encoded prompt; by default 512 for FLUX and 300 for SANA.
         gradient_checkpointing: Whether blocks are computed again in the backward pass.
-        dtype: Of frozen weights, batch and autocast: fp32, bf16 or fp16.
+        dtype: Of frozen weights, batch and products: fp32, bf16 or fp16.
         residual_dtype: Of the stored residuals.
+        quantization: Arguments of a BitsAndBytesConfig, for the frozen weights of the trained blocks.
 
     Returns:
         `weights_bytes` (frozen weights left on the device, and LoRA), `peak_bytes` (all storages at the worst moment
@@ -3049,26 +3316,27 @@ def estimate_memory(
         `lora_parameters` (a count) and `residual_bytes` (of one sample).
     """
     dtype, residual_dtype = DTYPES[dtype], DTYPES[residual_dtype]
-    lora_dtype = DTYPES[lora_dtype] if lora_dtype else dtype
-    with torch.device("meta"):  # adapters and casts stumble over fake tensors, so those come after
-        transformer = getattr(diffusers, config["_class_name"]).from_config(config)
-        layout = block_layout(transformer)
-        targets = lora_target_names(transformer, skip_first, skip_last, lora_layers or layout.lora_layers)
-        transformer.to(dtype).requires_grad_(False).train()
-        add_lora(transformer, targets, rank=rank, lora_alpha=rank, dtype=lora_dtype)
-        if gradient_checkpointing:
-            transformer.enable_gradient_checkpointing()
-        handle = skip_blocks(transformer, skip_first, skip_last)
-    with FakeTensorMode():
-        # not `to_empty`: it hands the meta tensors to an operator, and they belong to no fake mode
-        transformer._apply(lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"))
+    lora = {"rank": rank, "lora_alpha": rank, "dtype": DTYPES[lora_dtype] if lora_dtype else dtype}
+    layout = LAYOUTS[config["_class_name"]]
+
+    def targets(transformer):
+        return lora_target_names(transformer, skip_first, skip_last, lora_layers or layout.lora_layers)
+
+    transformer = training_structure(config, dtype, targets, lora=lora, gradient_checkpointing=gradient_checkpointing)
+    blocks = trained_blocks(transformer, skip_first, skip_last)
+    handle = skip_blocks(transformer, skip_first, skip_last)
+    with fake_tensors():
+        fill(transformer)
+        if quantization:
+            quantize_blocks(transformer, blocks, BitsAndBytesConfig(**quantization), torch.device("cpu"))
         inputs, target = fake_batch(transformer, resolution, batch_size, text_tokens or layout.text_tokens, dtype)
         residuals = fake_residuals(transformer, inputs, handle.keys, residual_dtype)
         handle.set_residuals(residuals)
-        step = metered_step(transformer, inputs, target, dtype if lora_dtype != dtype else None)
-        weights = [*transformer.parameters(), *transformer.buffers()]
-        peak_bytes = measure_peak(step, [*weights, *inputs.values(), target, *residuals.values()])
-        flops = count_flops(step)
+        optimizer, step = metered_step(transformer, inputs, target, accumulates)
+        weights = held_tensors(transformer)
+        held = [*weights, *inputs.values(), target, *residuals.values()]
+        peak_bytes = measure_peak(held, lambda: give_state(optimizer), step)
+        flops = count_flops(step) // (2 if accumulates else 1)
     return {
         "weights_bytes": storage_bytes(weights),
         "peak_bytes": peak_bytes,
@@ -3117,30 +3385,40 @@ def fake_residuals(
 
 
 def metered_step(
-    transformer: nn.Module, inputs: Mapping[str, torch.Tensor], target: torch.Tensor, autocast: torch.dtype | None
-) -> Callable[[], None]:
-    """One optimizer step as the training loop takes it, to be called again and again."""
+    transformer: nn.Module, inputs: Mapping[str, torch.Tensor], target: torch.Tensor, accumulates: bool
+) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
+    """An optimizer, and one step of it as the training loop takes it, to be called again and again."""
     lora = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(lora, lr=1e-4, foreach=True)  # foreach is what AdamW takes on a GPU by itself
 
     def step() -> None:
-        with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+        for _ in range(2 if accumulates else 1):
             prediction = transformer(**inputs, return_dict=False)[0]
-        ((prediction.float() - target) ** 2).mean().backward()
+            ((prediction.float() - target) ** 2).mean().backward()
+            del prediction
         torch.nn.utils.clip_grad_norm_(lora, 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
-    return step
+    return optimizer, step
 
 
-def measure_peak(step: Callable[[], None], held: Iterable[torch.Tensor]) -> int:
-    """Highest sum of live bytes in two steps; `held` are the tensors that exist before them."""
+def give_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer make its state, which all steps but the first find in place."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def measure_peak(held: Iterable[torch.Tensor], *actions: Callable[[], None]) -> int:
+    """Highest sum of live bytes during some actions; `held` are the tensors that exist before them."""
     meter = MemoryMeter()
     meter.watch(held)
     with meter:
-        step()
-        step()
+        for action in actions:
+            action()
     return meter.peak_bytes
 
 

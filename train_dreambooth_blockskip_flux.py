@@ -147,8 +147,7 @@ def generate_images(
     packed = pipeline(**embeddings, height=size, width=size, generator=generators, output_type="latent").images
     latents = FluxPipeline._unpack_latents(packed, size, size, pipeline.vae_scale_factor).to(vae.dtype)
     latents = latents / vae.config.scaling_factor + vae.config.shift_factor  # (B, C, h, w)
-    with torch.autocast(device.type, enabled=False):
-        images = vae.decode(latents, return_dict=False)[0]
+    images = vae.decode(latents, return_dict=False)[0]
     return pipeline.image_processor.postprocess(images)
 
 

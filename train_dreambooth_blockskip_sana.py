@@ -141,8 +141,7 @@ def generate_images(
         output_type="latent",
         use_resolution_binning=False,  # else the size would be snapped to a table of the model's
     ).images  # (B, C, h, w)
-    with torch.autocast(device.type, enabled=False):
-        images = vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor, return_dict=False)[0]
+    images = vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor, return_dict=False)[0]
     return pipeline.image_processor.postprocess(images)
 
 
