@@ -33,6 +33,7 @@ Sampling and Block Skipping"; docstrings name the part of it that they follow.
    13. Save                     the LoRA, images, model card, hub
    14. Report                   seconds and bytes of every phase
    15. Memory meter             what a training step needs, without weights or GPU
+   16. Estimates and dry run    what every phase of a run needs
 """
 
 import argparse
@@ -65,6 +66,7 @@ import numpy as np
 import psutil
 import safetensors
 import torch
+import transformers
 from accelerate import Accelerator, AutocastKwargs, InitProcessGroupKwargs
 from accelerate.utils import DistributedType, LoggerType, ProjectConfiguration, broadcast_object_list, set_seed
 from diffusers import BitsAndBytesConfig, FlowMatchEulerDiscreteScheduler
@@ -77,7 +79,7 @@ from diffusers.training_utils import (
     free_memory,
 )
 from diffusers.utils.hub_utils import MODEL_CARD_TEMPLATE_PATH, populate_model_card
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData, snapshot_download
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -334,6 +336,23 @@ def add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max_grad_norm", type=ABOVE_ZERO, default=1.0, help="Gradients are clipped to this norm.")
 
 
+def add_dry_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags that ask what a run would need."""
+    group = parser.add_argument_group("dry run")
+    group.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="Print the plan and what each phase needs, by the config.json files alone, then end: no weights, no GPU.",
+    )
+    group.add_argument("--dry_run_json", metavar="FILE", help="Write the same to a JSON file.")
+    group.add_argument(
+        "--device_memory_gb",
+        type=ABOVE_ZERO,
+        metavar="G",
+        help="Memory of the device in GiB: mark the phases that do not fit, and say which flags would make them.",
+    )
+
+
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of validation images, checkpoints, trackers and the hub."""
     group = parser.add_argument_group("validation")
@@ -407,6 +426,7 @@ _CONDITIONAL_FLAGS: list[tuple[tuple[str, ...], Callable[[argparse.Namespace], b
     ),
     (("logging_dir",), lambda args: args.report_to != "none", "choose a tracker with --report_to"),
     (("hub_token", "hub_model_id"), lambda args: args.push_to_hub, "add --push_to_hub"),
+    (("dry_run_json", "device_memory_gb"), lambda args: args.dry_run, "add --dry_run"),
 ]
 
 
@@ -1487,6 +1507,8 @@ class ModelFamily:
         extra_prompts: Prompts that generating images needs besides the user's, such as an empty negative prompt.
         text_flags: Flags that change what the transformer is told besides the prompt.
         load_scheduler: (model_folder, args) -> the flow-matching scheduler whose table timesteps are drawn from.
+        encoder_tokens: run -> tokens that each text encoder reads at most, by its component's name.
+        blank_prompt: run -> zeros in the shapes that `encode_prompt` returns.
         encode_prompt: (run, pipeline, prompt) -> tensors of one prompt, each (1, ...).
         encode_pixels: (vae, pixels (B, 3, H, W), generators) -> latents (B, C, h, w).
         predict_velocity: (run, transformer, noisy latents, timesteps (B,), prompt tensors) -> velocity (B, C, h, w).
@@ -1504,6 +1526,8 @@ class ModelFamily:
     extra_prompts: tuple[str, ...]
     text_flags: tuple[str, ...]
     load_scheduler: Callable
+    encoder_tokens: Callable
+    blank_prompt: Callable
     encode_prompt: Callable
     encode_pixels: Callable
     predict_velocity: Callable
@@ -1512,6 +1536,11 @@ class ModelFamily:
     @property
     def layout(self) -> BlockLayout:
         return LAYOUTS[self.transformer_class.__name__]
+
+    @property
+    def pixels_per_cell(self) -> int:
+        """Side of a latent cell in pixels."""
+        return self.layout.pixels_per_token // math.isqrt(self.latent_cells_per_token)
 
 
 @dataclasses.dataclass
@@ -1561,6 +1590,11 @@ class Run:
     def validates_in_training(self) -> bool:
         return bool(self.args.validation_prompt) and self.args.num_validation_images > 0
 
+    @property
+    def validates_before_the_end(self) -> bool:
+        """Whether images are drawn at least once while training goes on."""
+        return self.validates_in_training and self.plan.steps_per_epoch < self.plan.max_steps
+
     def draw_source(self) -> DrawSource:
         return DrawSource(
             self.args, self.plan, self.photos, self.class_photos, self.scheduler, self.accelerator.process_index
@@ -1579,8 +1613,11 @@ def start(args: argparse.Namespace, family: ModelFamily) -> Accelerator:
     """Refuse contradictory flags and missing packages, then start accelerate and the log."""
     for problem in (*flag_problems(args, family), *package_problems(args)):
         refuse(problem)
+    if args.dry_run and args.mixed_precision == "fp16":
+        args.mixed_precision = "bf16"  # takes as many bytes, and no GPU
     try:
         accelerator = Accelerator(
+            cpu=args.dry_run,
             gradient_accumulation_steps=args.gradient_accumulation_steps,
             mixed_precision=args.mixed_precision,
             log_with=None if args.report_to == "none" else args.report_to,
@@ -1637,7 +1674,7 @@ def check(args: argparse.Namespace, family: ModelFamily, accelerator: Accelerato
         accelerator=accelerator,
         report=report,
         model_folder=model_folder,
-        model_digest=weights_digest(model_folder),
+        model_digest="" if args.dry_run else weights_digest(model_folder),
         transformer_config=transformer.config,
         plan=plan,
         photos=photos,
@@ -1646,17 +1683,20 @@ def check(args: argparse.Namespace, family: ModelFamily, accelerator: Accelerato
         checkpoint=checkpoint,
         quantization=read_quantization_config(args, DTYPES[accelerator.mixed_precision]),
     )
+    if args.dry_run:
+        return run
+    for line in plan.describe():
+        logger.info(line)
     run.is_finished = is_finished(run)
     if checkpoint and not run.is_finished:
         check_checkpoint(run)
     if not run.is_finished:
         check_residual_folder(run)
         check_disk(plan, run.store())
+        estimate_run(run)
         prepare_hub(args, accelerator)
         set_earlier_run_aside(run)
         start_trackers(run)
-    for line in plan.describe():
-        logger.info(line)
     return run
 
 
@@ -1689,6 +1729,11 @@ def nearest_existing(path: pathlib.Path) -> pathlib.Path:
 
 def check_folders(args: argparse.Namespace) -> None:
     """Refuse a folder that cannot be written."""
+    if args.dry_run:
+        folder = pathlib.Path(args.dry_run_json or "").absolute().parent
+        if not os.access(folder, os.W_OK):
+            refuse(f"--dry_run_json {args.dry_run_json}: {folder} is no folder that can be written")
+        return
     folders = {"--output_dir": pathlib.Path(args.output_dir), "--residual_dir": residual_folder(args)}
     if args.with_prior_preservation:
         folders["--class_data_dir"] = pathlib.Path(args.class_data_dir)
@@ -1709,6 +1754,10 @@ def fetch_model(args: argparse.Namespace, family: ModelFamily) -> str:
         check_components(args, family, pathlib.Path(name))
         return name
     try:
+        if args.dry_run:
+            return snapshot_download(
+                name, revision=args.revision, cache_dir=args.cache_dir, allow_patterns=["*.json", "*/*config.json"]
+            )
         folder = family.pipeline_class.download(
             name, revision=args.revision, variant=args.variant, cache_dir=args.cache_dir, use_safetensors=True
         )
@@ -1726,6 +1775,8 @@ def check_components(args: argparse.Namespace, family: ModelFamily, folder: path
     for name in ("transformer", "vae", *(part for part in family.text_components if part.startswith("text"))):
         if not (folder / name / "config.json").is_file():
             refuse(f"{where} has no {name}/config.json")
+        if args.dry_run:
+            continue
         files = [path.name for path in (folder / name).glob("*.safetensors")]
         if not files:
             refuse(f"{where} has no weights in safetensors in {name}, and other formats are not loaded")
@@ -1948,6 +1999,10 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "local_rank",
         "offload",
         "mixed_precision",
+        "bnb_quantization_config_path",
+        "dry_run",
+        "dry_run_json",
+        "device_memory_gb",
     ]
 )
 
@@ -3093,6 +3148,7 @@ class RunReport:
         self.phases: dict[str, PhaseCost] = {}
         self.steps = 0
         self.final_loss: float | None = None
+        self.estimates: dict[str, PhaseEstimate] = {}
         self._on_cuda = accelerator.device.type == "cuda"
         self._within: list[str] = []
         self._since = 0.0
@@ -3136,7 +3192,10 @@ class RunReport:
             "final_loss": self.final_loss,
             "plan": {**dataclasses.asdict(run.plan), "residual_bytes": run.plan.residual_bytes},
             "settings": run_settings(run),
-            "phases": [{"name": name, **dataclasses.asdict(cost)} for name, cost in self.phases.items()],
+            "phases": [
+                {"name": name, **dataclasses.asdict(cost), "estimated_device_bytes": self.estimated_bytes(name)}
+                for name, cost in self.phases.items()
+            ],
             "versions": {
                 "python": sys.version.split()[0],
                 **{package: importlib.metadata.version(package) for package in packages},
@@ -3145,11 +3204,16 @@ class RunReport:
         text = json.dumps(content, indent=2)
         write_atomically(run.output / "run_report.json", lambda partial: partial.write_text(text))
 
+    def estimated_bytes(self, name: str) -> int | None:
+        """The estimate of a phase's device peak; None for a phase that uses no device to speak of."""
+        return self.estimates[name].peak_device_bytes if name in self.estimates else None
+
     def table(self) -> str:
         """The phases as a table for the terminal."""
-        lines = [f"{'phase':<16}{'seconds':>9}{'device peak':>13}{'host peak':>13}{'written':>13}"]
+        titles = ("device peak", "estimate", "host peak", "written")
+        lines = [f"{'phase':<16}{'seconds':>9}{''.join(f'{title:>13}' for title in titles)}"]
         for name, cost in self.phases.items():
-            sizes = (cost.peak_device_bytes, cost.peak_host_bytes, cost.written_bytes)
+            sizes = (cost.peak_device_bytes, self.estimated_bytes(name), cost.peak_host_bytes, cost.written_bytes)
             cells = "".join(f"{'-' if size is None else readable(size):>13}" for size in sizes)
             lines.append(f"{name:<16}{cost.seconds:>9.1f}{cells}")
         return "\n".join(lines)
@@ -3266,7 +3330,8 @@ def training_structure(
     """The transformer with its LoRA on the meta device, where adapters and casts do not stumble over fake tensors."""
     with torch.device("meta"):
         transformer = getattr(diffusers, config["_class_name"]).from_config(config)
-        transformer.to(dtype).requires_grad_(False).train()
+        nn.Module.to(transformer, dtype)  # that of diffusers warns of casts, which do no harm to zeros
+        transformer.requires_grad_(False).train()
         add_lora(transformer, targets(transformer), **lora)
     if gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
@@ -3433,6 +3498,11 @@ def count_flops(step: Callable[[], None]) -> int:
             lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
         ),
     }
+    if "bitsandbytes" in sys.modules:
+        formulas |= {
+            torch.ops.bitsandbytes.gemm_4bit: lambda x, weight, shape, *_, **__: 2 * math.prod(x) * shape[0],
+            torch.ops.bitsandbytes.int8_linear_matmul: lambda x, weight, **__: 2 * math.prod(x) * weight[0],
+        }
     with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
         step()
     return counter.get_total_flops()
@@ -3442,3 +3512,412 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes that tensors hold, shared storages counted once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+# ===================================================================================================================
+# 16. Estimates and dry run: what every phase of a run needs
+# ===================================================================================================================
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseEstimate:
+    """What a phase needs on the device, metered on fake tensors.
+
+    Attributes:
+        weights_bytes: Weights that lie there at once.
+        peak_device_bytes: All storages at the worst moment.
+        flops: Of one optimizer step, or of one pass: a prompt, a draw, a step of the sampler; 1 multiply-add = 2.
+    """
+
+    name: str
+    weights_bytes: int
+    peak_device_bytes: int
+    flops: int
+
+
+@contextlib.contextmanager
+def passing_through(meter: MemoryMeter, module: nn.Module) -> Iterator[int]:
+    """Meter a module whose layers are on the device one at a time, as `place` has them with --offload.
+
+    Yields:
+        Bytes of the largest layer.
+    """
+    meter.exclude(held_tensors(module))
+    sizes = {}
+    for layer in module.modules():
+        own = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
+        if own:
+            sizes[layer] = storage_bytes(own)
+    hooks = []
+    for layer, size in sizes.items():
+        hooks.append(layer.register_forward_pre_hook(lambda *_, size=size: meter.hold(size)))
+        hooks.append(layer.register_forward_hook(lambda *_, size=size: meter.hold(-size)))
+    try:
+        yield max(sizes.values(), default=0)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def meter_phase(
+    name: str,
+    action: Callable[[], Any],
+    *,
+    resident: Iterable[nn.Module],
+    passing: Iterable[nn.Module] = (),
+    held: Iterable[torch.Tensor] = (),
+    elsewhere: Iterable[torch.Tensor] = (),
+    counts_flops: bool = True,
+) -> PhaseEstimate:
+    """Meter one pass of a phase.
+
+    Args:
+        action: The pass.
+        resident: Modules that are on the device for the whole phase; layers that are in `passing`, too, are not.
+        passing: Modules that pass through it layer by layer, each fetched while the one before computes.
+        held: Other tensors on the device.
+        elsewhere: Tensors in host memory.
+    """
+    meter = MemoryMeter()
+    with contextlib.ExitStack() as stack:
+        largest = max((stack.enter_context(passing_through(meter, module)) for module in passing), default=0)
+        meter.exclude(elsewhere)
+        meter.watch(tensor for module in resident for tensor in held_tensors(module))
+        meter.hold(largest)  # the next layer
+        weights_bytes = meter.live_bytes + largest
+        meter.watch(held)
+        with meter:
+            action()
+        return PhaseEstimate(name, weights_bytes, meter.peak_bytes, count_flops(action) if counts_flops else 0)
+
+
+def training_structure_of(run: Run) -> nn.Module:
+    """The run's transformer with its LoRA, on the meta device, all blocks in place."""
+    args, family = run.args, run.family
+    return training_structure(
+        {**run.transformer_config, "_class_name": family.transformer_class.__name__},
+        run.weight_dtype,
+        lambda transformer: run.plan.lora_targets,
+        lora={"rank": args.rank, "lora_alpha": args.lora_alpha, "lora_dropout": args.lora_dropout},
+        gradient_checkpointing=args.gradient_checkpointing,
+    )
+
+
+class PhaseMeter:
+    """Meters the phases of a run, with the functions that the run itself calls, on fake tensors."""
+
+    def __init__(self, run: Run, *, counts_flops: bool = True) -> None:
+        self.run, self.counts_flops = run, counts_flops
+        transformer = training_structure_of(run)
+        with torch.device("meta"):
+            vae = self._component("vae", diffusers).requires_grad_(False).eval()
+            names = [name for name in run.family.text_components if name.startswith("text_encoder")]
+            self.encoders = {name: self._component(name, transformers).to(run.weight_dtype).eval() for name in names}
+        self.trainer = Trainer(transformer, None, vae, None, None, step=0, model=transformer)
+
+    def _component(self, name: str, library: Any) -> nn.Module:
+        index = json.loads(pathlib.Path(self.run.model_folder, "model_index.json").read_text())
+        cls, folder = getattr(library, index[name][1]), pathlib.Path(self.run.model_folder, name)
+        if library is transformers:
+            return cls(transformers.AutoConfig.from_pretrained(folder)).requires_grad_(False)
+        return cls.from_config(cls.load_config(folder))
+
+    def estimates(self, only: Iterable[str] | None = None) -> list[PhaseEstimate]:
+        """The phases that the run will have, in order; of those in `only`, if it is given."""
+        wanted = {
+            "encode prompts": self._encode_prompts,
+            "class images": self._class_images,
+            "validate": self._validate,  # before blocks are quantised and skipped
+            "precompute": self._precompute,
+            "train": self._train,
+        }
+        with fake_tensors():
+            for module in (self.trainer.transformer, self.trainer.vae, *self.encoders.values()):
+                fill(module)
+            found = []
+            for name, meter in wanted.items():
+                if name in ("precompute", "train") or only is None or name in only:
+                    found += meter()
+        order = ("encode prompts", "class images", "choose blocks", "precompute", "train", "validate")
+        found = [phase for phase in found if only is None or phase.name in only]
+        return sorted(found, key=lambda phase: order.index(phase.name))
+
+    def _meter(self, name: str, action: Callable, modules: Iterable[nn.Module], **options: Any) -> PhaseEstimate:
+        """Meter a phase all of whose modules are placed."""
+        placed = {"passing" if self.run.args.offload else "resident": list(modules)}
+        return meter_phase(name, action, **{"resident": (), **placed, **options}, counts_flops=self.counts_flops)
+
+    @torch.no_grad()
+    def _encode_prompts(self) -> list[PhaseEstimate]:
+        tokens = self.run.family.encoder_tokens(self.run)
+
+        def encode() -> None:
+            for name, encoder in self.encoders.items():
+                ids = torch.zeros(1, tokens[name], dtype=torch.long)
+                encoder(input_ids=ids, attention_mask=torch.ones_like(ids))
+
+        return [self._meter("encode prompts", encode, self.encoders.values())]
+
+    def _drawing(self, transformer: nn.Module, images: int, dtype: torch.dtype) -> Callable[[], None]:
+        """A step of the sampler and the decoding of its images."""
+        run, vae = self.run, self.trainer.vae
+        rows = images * (1 + len(run.family.extra_prompts))
+        inputs, _ = fake_batch(transformer, run.args.resolution, rows, run.args.max_sequence_length, dtype)
+
+        def draw() -> None:
+            transformer(**inputs, return_dict=False)
+            side = run.args.resolution // run.family.pixels_per_cell
+            with decoding_in_little_memory(run, vae):
+                vae.decode(torch.zeros(images, vae.config.latent_channels, side, side), return_dict=False)
+
+        return draw
+
+    @torch.no_grad()
+    def _class_images(self) -> list[PhaseEstimate]:
+        run, args = self.run, self.run.args
+        if not run.class_photos_missing:
+            return []
+        dtype = DTYPES[args.prior_generation_precision or run.accelerator.mixed_precision]
+        with torch.device("meta"):
+            transformer = run.family.transformer_class.from_config(run.transformer_config).eval()
+            nn.Module.to(transformer, dtype)
+        fill(transformer)
+        action = self._drawing(transformer, min(args.sample_batch_size, run.class_photos_missing), dtype)
+        return [self._meter("class images", action, [transformer, self.trainer.vae])]
+
+    @torch.no_grad()
+    def _validate(self) -> list[PhaseEstimate]:
+        """The last images: the whole model with the LoRA, nothing quantised, nothing else on the device."""
+        if not self.run.validates_in_training:
+            return []
+        transformer = self.trainer.transformer.eval()
+        action = self._drawing(transformer, 1, self.run.weight_dtype)
+        return [self._meter("validate", action, [transformer, self.trainer.vae])]
+
+    @torch.no_grad()
+    def _precompute(self) -> list[PhaseEstimate]:
+        """A pass of the full model beside what training leaves on the device; makes the batch to train on, too."""
+        run, trainer = self.run, self.trainer
+        cpu = torch.device("cpu")
+        if run.quantization:
+            blocks = trained_blocks(trainer.transformer, run.plan.skip_first, run.plan.skip_last)
+            quantize_blocks(trainer.transformer, blocks, run.quantization, cpu)
+        trainer.optimizer = make_optimizer(trainer.parameters, run.args, run.plan)
+        with torch.enable_grad():
+            give_state(trainer.optimizer)
+        draws = [run.draw_source().sample(0)[0]] * run.args.precompute_batch_size
+        pixels = torch.zeros(len(draws), 3, run.plan.patch_resolution, run.plan.patch_resolution)
+        self.prompts = dict.fromkeys([photo.caption for photo in run.photos], run.family.blank_prompt(run))
+        trainer.transformer.eval()
+
+        def precompute() -> None:
+            latents, residuals = latents_and_residuals(run, trainer, pixels, draws, self.prompts)
+            self.stored = {"latents": latents[0], **{key: residual[0] for key, residual in residuals.items()}}
+
+        blocks = list(named_blocks(trainer.transformer).values())
+        first, last = run.plan.skip_first, run.plan.skip_last
+        placed = [*blocks[:first], *blocks[len(blocks) - last :], trainer.vae]
+        beside = {
+            "resident": [trainer.transformer] if run.args.offload else [trainer.transformer, trainer.vae],
+            "passing": placed if run.args.offload else (),
+            "held": [pixels, *(optimizer_state(trainer.optimizer) if run.needs_full_model_later else ())],
+            "elsewhere": self.prompts[draws[0].prompt].values(),
+            "counts_flops": self.counts_flops,
+        }
+        found = [meter_phase("precompute", precompute, **beside)]
+        if run.validates_before_the_end:
+            action = self._drawing(trainer.transformer, 1, run.weight_dtype)
+            found.append(meter_phase("validate", action, **beside))
+        return found
+
+    def _train(self) -> list[PhaseEstimate]:
+        """An optimizer step as `train` takes it."""
+        run, trainer = self.run, self.trainer
+        trainer.handle = skip_blocks(trainer.transformer, run.plan.skip_first, run.plan.skip_last)
+        trainer.transformer.train()
+        draw = run.draw_source().sample(0)[0]
+        residuals = {key: value.to(DTYPES[run.args.residual_dtype]) for key, value in self.stored.items()}
+        residuals |= {"latents": self.stored["latents"]}
+        rows = 2 if run.args.with_prior_preservation else 1
+        batch = collate_draws([[(draw, dict(residuals))] for _ in range(rows * run.plan.batch_size)])
+
+        def backward() -> None:
+            flow_matching_loss(run, trainer, batch, self.prompts).backward()
+
+        def step() -> None:
+            for _ in range(min(run.plan.accumulation, 2)):  # gradients lie there from the second batch on
+                backward()
+            torch.nn.utils.clip_grad_norm_(trainer.parameters, run.args.max_grad_norm)
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad(set_to_none=True)
+
+        held = [*optimizer_state(trainer.optimizer), batch.latents, batch.noise, *batch.residuals.values()]
+        if run.plan.num_processes > 1:
+            held += [torch.zeros_like(parameter) for parameter in trainer.parameters]  # buckets of DDP
+        found = meter_phase(
+            "train",
+            step,
+            resident=[trainer.transformer],
+            held=held,
+            elsewhere=self.prompts[draw.prompt].values(),
+            counts_flops=False,
+        )
+        flops = count_flops(backward) * run.plan.accumulation if self.counts_flops else 0
+        return [dataclasses.replace(found, flops=flops)]
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors that an optimizer keeps for its parameters."""
+    return [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+
+
+def estimate_phases(run: Run, only: Iterable[str] | None = None, *, counts_flops: bool = True) -> list[PhaseEstimate]:
+    """What the phases of a run need on the device; takes seconds, no weights and no GPU.
+
+    Of images drawn in training and after it, the larger estimate counts.
+    """
+    highest: dict[str, PhaseEstimate] = {}
+    for phase in PhaseMeter(run, counts_flops=counts_flops).estimates(only):
+        if phase.name not in highest or phase.peak_device_bytes > highest[phase.name].peak_device_bytes:
+            highest[phase.name] = phase
+    return list(highest.values())
+
+
+def estimate_run(run: Run) -> None:
+    """Put the estimates beside what the report will measure, and warn where the device at hand is too small."""
+    if not run.accelerator.is_main_process:
+        return
+    run.report.estimates = {phase.name: phase for phase in estimate_phases(run, counts_flops=False)}
+    if run.accelerator.device.type != "cuda":
+        return
+    memory = torch.cuda.get_device_properties(run.accelerator.device).total_memory
+    for phase in run.report.estimates.values():
+        if phase.peak_device_bytes > memory:
+            logger.warning(
+                f"the phase '{phase.name}' needs about {readable(phase.peak_device_bytes)}, this device has "
+                f"{readable(memory)}: the same command with --dry_run --device_memory_gb {memory / 2**30:.0f} tells "
+                "which flags help"
+            )
+
+
+def dry_run(run: Run) -> None:
+    """Print the plan and what every phase needs, as a table; write it as JSON if asked to."""
+    if not run.accelerator.is_main_process:
+        return
+    limit = (run.args.device_memory_gb or math.inf) * 2**30
+    phases = estimate_phases(run)
+    transformer = training_structure_of(run)
+    lora_parameters = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
+    too_large = [phase.name for phase in phases if phase.peak_device_bytes > limit]
+    remedy = find_remedy(run, limit, too_large) if too_large else None
+    content = {
+        "plan": dataclasses.asdict(run.plan),
+        "lora_parameters": lora_parameters,
+        "residual_bytes": run.plan.residual_bytes,
+        "phases": [dataclasses.asdict(phase) for phase in phases],
+    }
+    if run.args.device_memory_gb:
+        content |= {"device_memory_bytes": int(limit), "too_large": too_large, "remedy": remedy}
+    if run.args.dry_run_json:
+        text = json.dumps(content, indent=2)
+        write_atomically(pathlib.Path(run.args.dry_run_json), lambda partial: partial.write_text(text))
+    for line in run.plan.describe():
+        print(line)
+    print(f"{lora_parameters:,} LoRA parameters\n")
+    print(estimate_table(phases, limit))
+    if too_large:
+        print(f"\nDoes not fit {run.args.device_memory_gb:g} GiB: {', '.join(too_large)}.")
+        print(f"These flags would make it fit: {remedy}" if remedy else "None of the flags that save memory suffices.")
+
+
+def estimate_table(phases: list[PhaseEstimate], limit: float) -> str:
+    """Estimates as a table for the terminal; `limit` in bytes, infinite if none was given."""
+    lines = [f"{'phase':<16}{'weights':>12}{'device peak':>13}{'TFLOP':>11}"]
+    for phase in phases:
+        fits = "" if math.isinf(limit) else "   fits" if phase.peak_device_bytes <= limit else "   TOO LARGE"
+        sizes = f"{readable(phase.weights_bytes):>12}{readable(phase.peak_device_bytes):>13}"
+        lines.append(f"{phase.name:<16}{sizes}{phase.flops / 1e12:>11.3g}{fits}")
+    return "\n".join(lines)
+
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+
+
+def memory_savers(run: Run) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Changes of flags that save memory, those that cost the user least first: (words, changed arguments)."""
+    args, plan = run.args, run.plan
+    if not args.offload:
+        yield "--offload", {"offload": True}
+    if args.precompute_batch_size > 1:
+        yield "--precompute_batch_size 1", {"precompute_batch_size": 1}
+    if args.train_batch_size > 1:
+        changes = {
+            "train_batch_size": 1,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps * args.train_batch_size,
+        }
+        yield " ".join(f"--{name} {value}" for name, value in changes.items()), changes
+    if not args.gradient_checkpointing:
+        yield "--gradient_checkpointing", {"gradient_checkpointing": True}
+    for first, last in ((7, 10), (13, 10), (19, 10)) if plan.depth == 57 else _even_pairs(plan.depth):
+        if first >= plan.skip_first and last >= plan.skip_last and first + last > plan.skip_first + plan.skip_last:
+            yield f"--skip_first {first} --skip_last {last}", {"skip_first": first, "skip_last": last}
+    if args.optimizer == "adamw" and not args.use_8bit_adam:
+        yield "--use_8bit_adam", {"use_8bit_adam": True}
+    if not run.quantization:
+        yield "--bnb_quantization_config_path examples/nf4.json", {"quantization": NF4}
+    if args.patch_resolution > run.family.patch_resolution:
+        size = run.family.patch_resolution
+        yield f"--patch_resolution {size}", {"patch_resolution": size}
+
+
+def _even_pairs(depth: int) -> list[tuple[int, int]]:
+    counts = [math.floor(share * depth + 0.5) for share in (0.3, 0.4, 0.5)]
+    return [(count - count // 2, count // 2) for count in counts if 0 < count < depth]
+
+
+def with_changes(run: Run, changes: Mapping[str, Any]) -> Run:
+    """The run with other flags."""
+    changes = dict(changes)
+    quantization = changes.pop("quantization", None)
+    args = argparse.Namespace(**{**vars(run.args), **changes})
+    transformer = transformer_structure(args, run.family)
+    plan = make_plan(args, run.family, transformer, len(run.photos), run.plan.seed, run.plan.num_processes)
+    return dataclasses.replace(
+        run,
+        args=args,
+        plan=plan,
+        quantization=BitsAndBytesConfig(**quantization) if quantization else run.quantization,
+    )
+
+
+def find_remedy(run: Run, limit: float, too_large: list[str]) -> str | None:
+    """The smallest change of flags found under which the phases fit; None if none of `memory_savers` suffices.
+
+    One change alone is tried first, then ever more of them together, and of those what turns out needless is dropped.
+    """
+
+    def fits(savers: Mapping[str, dict]) -> bool:
+        changes = {name: value for change in savers.values() for name, value in change.items()}
+        phases = estimate_phases(with_changes(run, changes), too_large, counts_flops=False)
+        return all(phase.peak_device_bytes <= limit for phase in phases)
+
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # each trial makes a plan, which has its say
+    try:
+        savers = dict(memory_savers(run))
+        for words, change in savers.items():
+            if fits({words: change}):
+                return words
+        chosen: dict[str, dict] = {}
+        for words, change in savers.items():
+            chosen = {other: taken for other, taken in chosen.items() if set(taken) != set(change)} | {words: change}
+            if fits(chosen):
+                break
+        else:
+            return None
+        for words in list(chosen)[:-1]:
+            fewer = {other: change for other, change in chosen.items() if other != words}
+            chosen = fewer if fits(fewer) else chosen
+        return " ".join(chosen)
+    finally:
+        logger.setLevel(level)

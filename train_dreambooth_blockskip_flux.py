@@ -52,6 +52,7 @@ def parse_args(input_args: list[str] | None = None) -> argparse.Namespace:
     blockskip.add_training_arguments(parser, output_dir="flux-dreambooth-lora")
     blockskip.add_optimizer_arguments(parser)
     blockskip.add_output_arguments(parser)
+    blockskip.add_dry_run_arguments(parser)
     group = parser.add_argument_group("FLUX")
     group.add_argument("--guidance_scale", type=float, default=3.5, help="Guidance told to the model in training.")
     group.add_argument("--train_text_encoder", action="store_true", help="Refused: residuals rest on embeddings.")
@@ -80,6 +81,20 @@ def load_scheduler(model_folder: str, args: argparse.Namespace) -> FlowMatchEule
     return FlowMatchEulerDiscreteScheduler.from_config(
         scheduler.config, shift=args.timestep_shift, use_dynamic_shifting=False
     )
+
+
+def encoder_tokens(run: blockskip.Run) -> dict[str, int]:
+    """Tokens that each text encoder reads: CLIP always 77, T5 as the flag says."""
+    return {"text_encoder": 77, "text_encoder_2": run.args.max_sequence_length}
+
+
+def blank_prompt(run: blockskip.Run) -> dict[str, torch.Tensor]:
+    """Zeros in the shapes of `encode_prompt`."""
+    config, tokens = run.transformer_config, run.args.max_sequence_length
+    return {
+        "prompt_embeds": torch.zeros(1, tokens, config["joint_attention_dim"], dtype=run.weight_dtype),
+        "pooled_prompt_embeds": torch.zeros(1, config["pooled_projection_dim"], dtype=run.weight_dtype),
+    }
 
 
 def encode_prompt(run: blockskip.Run, pipeline: FluxPipeline, prompt: str) -> dict[str, torch.Tensor]:
@@ -163,6 +178,8 @@ FLUX = blockskip.ModelFamily(
     extra_prompts=(),
     text_flags=("max_sequence_length", "guidance_scale"),
     load_scheduler=load_scheduler,
+    encoder_tokens=encoder_tokens,
+    blank_prompt=blank_prompt,
     encode_prompt=encode_prompt,
     encode_pixels=encode_pixels,
     predict_velocity=predict_velocity,
@@ -176,11 +193,15 @@ def main(args: argparse.Namespace) -> None:
     report = blockskip.RunReport(accelerator)
     with report.phase("check"):
         run = blockskip.check(args, FLUX, accelerator, report)
+    if args.dry_run:
+        blockskip.dry_run(run)
+        return
     if run.is_finished:
         accelerator.print(f"{run.output} holds the finished run: nothing is trained, drawn or uploaded again")
         return
     with report.phase("encode prompts"):
         prompts = blockskip.encode_prompts(run)
+    with report.phase("class images"):
         blockskip.make_class_images(run, prompts)
     with report.phase("load"):
         trainer = blockskip.load_trainer(run)

@@ -58,6 +58,7 @@ def parse_args(input_args: list[str] | None = None) -> argparse.Namespace:
     blockskip.add_training_arguments(parser, output_dir="sana-dreambooth-lora")
     blockskip.add_optimizer_arguments(parser)
     blockskip.add_output_arguments(parser)
+    blockskip.add_dry_run_arguments(parser)
     group = parser.add_argument_group("SANA")
     group.add_argument(
         "--complex_human_instruction",
@@ -77,6 +78,22 @@ def load_scheduler(model_folder: str, args: argparse.Namespace) -> FlowMatchEule
     config = json.loads(pathlib.Path(model_folder, "scheduler", "scheduler_config.json").read_text())
     shift = args.timestep_shift or config.get("flow_shift") or config.get("shift") or 1.0
     return FlowMatchEulerDiscreteScheduler(num_train_timesteps=config["num_train_timesteps"], shift=shift)
+
+
+def encoder_tokens(run: blockskip.Run) -> dict[str, int]:
+    """Tokens that Gemma reads: the instruction, at no more than one a character, and the prompt."""
+    instruction = run.args.complex_human_instruction
+    characters = sum(map(len, INSTRUCTION)) if instruction is None else len(instruction)
+    return {"text_encoder": characters + run.args.max_sequence_length}
+
+
+def blank_prompt(run: blockskip.Run) -> dict[str, torch.Tensor]:
+    """Zeros in the shapes of `encode_prompt`."""
+    width, tokens = run.transformer_config["caption_channels"], run.args.max_sequence_length
+    return {
+        "prompt_embeds": torch.zeros(1, tokens, width, dtype=run.weight_dtype),
+        "prompt_attention_mask": torch.ones(1, tokens, dtype=torch.long),
+    }
 
 
 def encode_prompt(run: blockskip.Run, pipeline: SanaPipeline, prompt: str) -> dict[str, torch.Tensor]:
@@ -157,6 +174,8 @@ SANA = blockskip.ModelFamily(
     extra_prompts=(NEGATIVE_PROMPT,),
     text_flags=("max_sequence_length", "complex_human_instruction"),
     load_scheduler=load_scheduler,
+    encoder_tokens=encoder_tokens,
+    blank_prompt=blank_prompt,
     encode_prompt=encode_prompt,
     encode_pixels=encode_pixels,
     predict_velocity=predict_velocity,
@@ -170,11 +189,15 @@ def main(args: argparse.Namespace) -> None:
     report = blockskip.RunReport(accelerator)
     with report.phase("check"):
         run = blockskip.check(args, SANA, accelerator, report)
+    if args.dry_run:
+        blockskip.dry_run(run)
+        return
     if run.is_finished:
         accelerator.print(f"{run.output} holds the finished run: nothing is trained, drawn or uploaded again")
         return
     with report.phase("encode prompts"):
         prompts = blockskip.encode_prompts(run)
+    with report.phase("class images"):
         blockskip.make_class_images(run, prompts)
     with report.phase("load"):
         trainer = blockskip.load_trainer(run)
