@@ -732,6 +732,8 @@ class BlockLayout:
         text_only: Layers of a block that act on nothing but its text output. The output layer reads only image tokens,
             so in the last trained block a LoRA on them would get no gradient.
         lora_layers: Layers that get a LoRA unless the user says otherwise, as in the official scripts.
+        modulations: Linear layers of a block that read the noise level and the prompt as a whole, but no token: what
+            they return is a constant of a draw.
         pixels_per_token: Side of an image token in pixels.
         text_tokens: Length of an encoded prompt.
     """
@@ -740,6 +742,7 @@ class BlockLayout:
     returns: tuple[str, ...]
     text_only: tuple[str, ...]
     lora_layers: tuple[str, ...]
+    modulations: tuple[str, ...]
     pixels_per_token: int
     text_tokens: int
 
@@ -763,6 +766,7 @@ LAYOUTS = {
             "ff_context.net.0.proj",
             "ff_context.net.2",
         ),
+        modulations=("norm1.linear", "norm1_context.linear", "norm.linear"),
         pixels_per_token=16,  # 8 pixels to a latent cell, 2 x 2 cells to a token
         text_tokens=512,
     ),
@@ -771,6 +775,7 @@ LAYOUTS = {
         returns=("hidden_states",),
         text_only=(),
         lora_layers=("to_k", "to_q", "to_v"),
+        modulations=(),  # one layer in front of all blocks makes them
         pixels_per_token=32,  # 32 pixels to a latent cell, which is a token
         text_tokens=300,
     ),
@@ -799,6 +804,21 @@ def trained_blocks(transformer: nn.Module, skip_first: int, skip_last: int) -> l
     names = list(named_blocks(transformer))
     check_skip_counts(len(names), skip_first, skip_last)
     return names[skip_first : len(names) - skip_last]
+
+
+def modulation_names(
+    transformer: nn.Module, skip_first: int, skip_last: int, lora_targets: Iterable[str]
+) -> list[str]:
+    """Full names of the trained blocks' modulation layers that get no LoRA; none where no block is skipped.
+
+    Their weights are a sixth of FLUX.1-dev's, and training needs no more of them than what they return for its draws.
+    """
+    if not skip_first + skip_last:
+        return []
+    modules, targets = dict(transformer.named_modules()), set(lora_targets)
+    layers = block_layout(transformer).modulations
+    names = [f"{block}.{layer}" for block in trained_blocks(transformer, skip_first, skip_last) for layer in layers]
+    return [name for name in names if name in modules and name not in targets]
 
 
 def check_skip_counts(depth: int, skip_first: int, skip_last: int) -> None:
@@ -859,13 +879,18 @@ class ResidualRecording:
 
 
 @contextlib.contextmanager
-def record_residuals(transformer: nn.Module, skip_first: int, skip_last: int) -> Iterator[ResidualRecording]:
+def record_residuals(
+    transformer: nn.Module, skip_first: int, skip_last: int, modulations: Iterable[str] = ()
+) -> Iterator[ResidualRecording]:
     """Record what the first `skip_first` and last `skip_last` blocks add to the streams that pass them.
 
     Within the context every forward pass of the full transformer fills `.residuals`: output of a span of blocks minus
     its input, as "first.hidden_states" and, where blocks carry a text stream, "first.encoder_hidden_states" (B,
     tokens, width); "last.hidden_states" for the span at the end. They are in fp32, or the model's precision if higher.
     A span of no blocks has no entry. Nothing else about the model changes.
+
+    Args:
+        modulations: Names of layers whose outputs are recorded, too, as "modulation.NAME", in their own precision.
 
     Raises:
         ValueError: The counts leave no block to train; the message names the depth.
@@ -886,10 +911,31 @@ def record_residuals(transformer: nn.Module, skip_first: int, skip_last: int) ->
 
             hooks.append(blocks[span.blocks[0]].register_forward_pre_hook(enter, with_kwargs=True))
             hooks.append(blocks[span.blocks[-1]].register_forward_hook(leave))
+        for name in modulations:
+
+            def keep(layer, args, output, name=name):
+                recording.residuals[_modulation_key(name)] = output.detach()
+
+            hooks.append(transformer.get_submodule(name).register_forward_hook(keep))
         yield recording
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _modulation_key(name: str) -> str:
+    return f"modulation.{name}"
+
+
+class _StoredModulation(nn.Module):
+    """Stands where a modulation layer stood, and returns what is stored of it."""
+
+    def __init__(self, name: str, handle: "SkipHandle") -> None:
+        super().__init__()
+        self._key, self._handle = _modulation_key(name), handle
+
+    def forward(self, conditioning: torch.Tensor) -> torch.Tensor:
+        return self._handle.residual(self._key).to(conditioning.device, conditioning.dtype)
 
 
 class _SkippedBlock(nn.Module):
@@ -923,20 +969,26 @@ def _to_host(block: nn.Module) -> nn.Module:
 
 
 class SkipHandle:
-    """Holds the blocks that `skip_blocks` took out, and the residuals that stand in for them."""
+    """Holds the blocks and layers that `skip_blocks` took out, and the residuals that stand in for them."""
 
-    def __init__(self, transformer: nn.Module, skip_first: int, skip_last: int) -> None:
+    def __init__(
+        self, transformer: nn.Module, skip_first: int, skip_last: int, modulations: Iterable[str] = ()
+    ) -> None:
         self._transformer = transformer
         self._spans = _skipped_spans(transformer, skip_first, skip_last)
-        self._names = tuple(name for span in self._spans for name in span.blocks)
+        self.modulations = tuple(modulations)
+        self._names = (*(name for span in self._spans for name in span.blocks), *self.modulations)
         self._originals: dict[str, nn.Module] | None = {}
         self._residuals: dict[str, torch.Tensor] = {}
-        self.keys = tuple(span.key(stream) for span in self._spans for stream in span.streams)
+        self.keys = (
+            *(span.key(stream) for span in self._spans for stream in span.streams),
+            *(_modulation_key(name) for name in self.modulations),
+        )
         self.skip()
 
     @property
-    def blocks(self) -> list[nn.Module]:
-        """The skipped blocks themselves, whether they stand in the model or wait here."""
+    def skipped(self) -> list[nn.Module]:
+        """The skipped blocks and layers themselves, whether they stand in the model or wait here."""
         if self._originals is None:
             raise RuntimeError("the skipped blocks were discarded: load the model again")
         return [self._originals.get(name) or self._transformer.get_submodule(name) for name in self._names]
@@ -954,12 +1006,15 @@ class SkipHandle:
         if self._originals is None:
             raise RuntimeError("the skipped blocks were discarded")
         layout, blocks = block_layout(self._transformer), named_blocks(self._transformer)
-        if any(isinstance(blocks[name], _SkippedBlock) for name in self._names):
+        if any(isinstance(blocks[name], _SkippedBlock) for span in self._spans for name in span.blocks):
             raise RuntimeError("these blocks are skipped already: call restore() on the first handle")
         for span in self._spans:
             for name in span.blocks:
                 self._originals[name] = _to_host(blocks[name])
                 self._put(name, _SkippedBlock(blocks[name], layout, self, span if name == span.blocks[0] else None))
+        for name in self.modulations:
+            self._originals[name] = _to_host(self._transformer.get_submodule(name))
+            self._put(name, _StoredModulation(name, self))
 
     def set_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
         """Give the residuals of the next forward pass, as `record_residuals` named them, with the batch's rows.
@@ -991,24 +1046,29 @@ class SkipHandle:
         self._originals = None
 
     def _put(self, name: str, block: nn.Module) -> None:
-        stack, index = name.rsplit(".", 1)
-        self._transformer.get_submodule(stack)[int(index)] = block
+        parent, _, last = name.rpartition(".")
+        setattr(self._transformer.get_submodule(parent), last, block)
 
 
-def skip_blocks(transformer: nn.Module, skip_first: int, skip_last: int) -> SkipHandle:
+def skip_blocks(
+    transformer: nn.Module, skip_first: int, skip_last: int, modulations: Iterable[str] = ()
+) -> SkipHandle:
     """Take the first and last blocks out of a transformer and let stored residuals stand in for them.
 
     The skipped blocks' weights leave the module (they wait in host memory, in the handle); the indices of the other
     blocks, and with them the names of parameters and LoRA layers, stay. Call `set_residuals` on the handle before
     each forward pass, and `restore()` to have the full model back; the handle is a context manager that does so. Add
-    LoRA adapters while all blocks
-    stand: peft shortens names to what tells them apart among the modules present.
+    LoRA adapters while all blocks stand: peft shortens names to what tells them apart among the modules present.
+
+    Args:
+        modulations: Names of layers, as `modulation_names` gives them, that leave the module, too; their recorded
+            outputs are then among the residuals.
 
     Raises:
         ValueError: The counts leave no block to train; the message names the depth.
         RuntimeError: Blocks are skipped already.
     """
-    return SkipHandle(transformer, skip_first, skip_last)
+    return SkipHandle(transformer, skip_first, skip_last, modulations)
 
 
 def lora_target_names(transformer: nn.Module, skip_first: int, skip_last: int, layers: Iterable[str]) -> list[str]:
@@ -1076,6 +1136,7 @@ class Plan:
         num_draws: Distinct draws per period, over all processes.
         bytes_per_draw: Size on disk of a sample's stored draw (of both, with prior preservation).
         lora_targets: Full names of the layers that get a LoRA.
+        modulations: Full names of trained blocks' layers whose outputs are stored with each draw, in their place.
     """
 
     model: str
@@ -1097,6 +1158,7 @@ class Plan:
     num_draws: int
     bytes_per_draw: int
     lora_targets: tuple[str, ...]
+    modulations: tuple[str, ...]
 
     @property
     def skips_blocks(self) -> bool:
@@ -1370,13 +1432,15 @@ class ResidualStore:
         return self.folder / f"{draw.name}.safetensors"
 
     def write(self, draw: Draw, latents: torch.Tensor, residuals: Mapping[str, torch.Tensor]) -> None:
-        """Store a draw's latents (C, h, w), in fp32, and residuals (tokens, width), in the store's dtype.
+        """Store a draw's latents (C, h, w), in fp32, residuals (tokens, width), in the store's dtype, and modulations.
 
-        ResidualOverflow if a residual does not fit the dtype's range.
+        Modulations keep their precision: they act on the trained blocks. ResidualOverflow if a residual does not fit
+        the dtype's range.
         """
         tensors = {"latents": latents.float().cpu().contiguous()}
         for key, residual in residuals.items():
-            tensors[key] = residual.to(self.dtype).cpu().contiguous()
+            dtype = residual.dtype if key.startswith("modulation.") else self.dtype
+            tensors[key] = residual.to(dtype).cpu().contiguous()
             if not torch.isfinite(tensors[key]).all():
                 reason = "is not finite" if not torch.isfinite(residual).all() else f"overflows {self.dtype}"
                 raise ResidualOverflow(
@@ -1667,7 +1731,8 @@ def check(args: argparse.Namespace, family: ModelFamily, accelerator: Accelerato
     check_shapes(family, model_folder, transformer.config)
     scheduler = family.load_scheduler(model_folder, args)
     seed = choose_seed(args, accelerator, checkpoint)
-    plan = make_plan(args, family, transformer, len(photos), seed, accelerator.num_processes)
+    dtype = DTYPES[accelerator.mixed_precision]
+    plan = make_plan(args, family, transformer, len(photos), seed, accelerator.num_processes, dtype)
     run = Run(
         args=args,
         family=family,
@@ -1681,7 +1746,7 @@ def check(args: argparse.Namespace, family: ModelFamily, accelerator: Accelerato
         class_photos=class_photos[: args.num_class_images],
         scheduler=scheduler,
         checkpoint=checkpoint,
-        quantization=read_quantization_config(args, DTYPES[accelerator.mixed_precision]),
+        quantization=read_quantization_config(args, dtype),
     )
     if args.dry_run:
         return run
@@ -1693,8 +1758,8 @@ def check(args: argparse.Namespace, family: ModelFamily, accelerator: Accelerato
     if not run.is_finished:
         check_residual_folder(run)
         check_disk(plan, run.store())
-        estimate_run(run)
         prepare_hub(args, accelerator)
+        estimate_run(run)
         set_earlier_run_aside(run)
         start_trackers(run)
     return run
@@ -1819,6 +1884,7 @@ def make_plan(
     num_photos: int,
     seed: int,
     num_processes: int,
+    weight_dtype: torch.dtype,
 ) -> Plan:
     """Fix every number of the run; refuses skip counts and LoRA layers that the transformer does not allow."""
     depth = len(named_blocks(transformer))
@@ -1833,6 +1899,8 @@ def make_plan(
         targets = lora_target_names(transformer, args.skip_first, args.skip_last, layers)
     except ValueError as problem:
         refuse(f"--lora_layers: {problem}")
+    modulations = modulation_names(transformer, args.skip_first, args.skip_last, targets)
+    bytes_per_draw = draw_bytes(args, family, transformer, modulations, weight_dtype)
     samples = num_photos * args.repeats
     per_step = num_processes * args.train_batch_size * args.gradient_accumulation_steps
     max_steps = args.max_train_steps or 500
@@ -1868,13 +1936,20 @@ def make_plan(
         max_steps=max_steps,
         period_steps=period_steps,
         num_draws=num_draws,
-        bytes_per_draw=draw_bytes(args, family, transformer) * (2 if args.with_prior_preservation else 1),
+        bytes_per_draw=bytes_per_draw * (2 if args.with_prior_preservation else 1),
         lora_targets=tuple(targets),
+        modulations=tuple(modulations),
     )
 
 
-def draw_bytes(args: argparse.Namespace, family: ModelFamily, transformer: nn.Module) -> int:
-    """Bytes on disk of one draw: latents in fp32, residuals of both streams in front and of the image's behind."""
+def draw_bytes(
+    args: argparse.Namespace,
+    family: ModelFamily,
+    transformer: nn.Module,
+    modulations: list[str],
+    weight_dtype: torch.dtype,
+) -> int:
+    """Bytes on disk of one draw: residuals of both streams in front, of the image's behind, latents, modulations."""
     config = transformer.config
     image_tokens = (args.patch_resolution // family.layout.pixels_per_token) ** 2
     width = config.num_attention_heads * config.attention_head_dim
@@ -1885,7 +1960,9 @@ def draw_bytes(args: argparse.Namespace, family: ModelFamily, transformer: nn.Mo
     if args.skip_last:
         tokens += image_tokens
     residuals = tokens * width * DTYPES[args.residual_dtype].itemsize
-    return residuals + image_tokens * config.in_channels * 4 + 2048  # the file's header, about
+    modulation_width = sum(transformer.get_submodule(name).out_features for name in modulations)
+    header = 2048 + 128 * len(modulations)  # about
+    return residuals + image_tokens * config.in_channels * 4 + modulation_width * weight_dtype.itemsize + header
 
 
 def photos_digest(photos: list[Photo]) -> str:
@@ -1908,6 +1985,7 @@ def fingerprint(run: Run, period: Period, period_lora: str | None) -> dict[str, 
         "sizes": [plan.resolution, plan.patch_resolution, plan.patch_schedule],
         "cropping": [args.center_crop, args.random_flip, args.image_interpolation_mode],
         "skip counts": [plan.skip_first, plan.skip_last],
+        "layers stored beside the residuals": list(plan.modulations),
         "timesteps": [args.weighting_scheme, args.logit_mean, args.logit_std, args.mode_scale, args.timestep_shift],
         "text": {name: getattr(args, name) for name in run.family.text_flags},
         "precision": [str(run.weight_dtype), args.residual_dtype, args.precompute_batch_size, args.enable_vae_tiling],
@@ -2286,8 +2364,18 @@ class QuantizedLinear(nn.Linear):
         return [tensor for tensor in found if isinstance(tensor, torch.Tensor) and tensor is not self.weight.data]
 
 
+def quantize_trained_blocks(run: Run, transformer: nn.Module, device: torch.device) -> None:
+    """Quantise what training keeps on the device: the trained blocks without their modulations."""
+    blocks = trained_blocks(transformer, run.plan.skip_first, run.plan.skip_last)
+    quantize_blocks(transformer, blocks, run.quantization, device, run.plan.modulations)
+
+
 def quantize_blocks(
-    transformer: nn.Module, blocks: Iterable[str], config: BitsAndBytesConfig, device: torch.device
+    transformer: nn.Module,
+    blocks: Iterable[str],
+    config: BitsAndBytesConfig,
+    device: torch.device,
+    spared: Iterable[str] = (),
 ) -> None:
     """Quantise the frozen linear layers of some blocks, one after the other, on a device, where these blocks stay.
 
@@ -2295,8 +2383,9 @@ def quantize_blocks(
         transformer: In host memory, so that no more than one layer at a time is on the device in full precision.
         blocks: Names such as "single_transformer_blocks.3".
         config: Layers that `llm_int8_skip_modules` names, by full name or its last parts, stay as they are.
+        spared: More names of such layers.
     """
-    spared = config.llm_int8_skip_modules or []
+    spared = {*spared, *(config.llm_int8_skip_modules or ())}
     for block_name in blocks:
         for name, layer in list(transformer.get_submodule(block_name).named_modules()):
             full = f"{block_name}.{name}"
@@ -2487,8 +2576,7 @@ def load_trainer(run: Run) -> Trainer:
     args, plan = run.args, run.plan
     transformer = load_transformer(run, run.weight_dtype)
     if run.quantization:
-        blocks = trained_blocks(transformer, plan.skip_first, plan.skip_last)
-        quantize_blocks(transformer, blocks, run.quantization, run.accelerator.device)
+        quantize_trained_blocks(run, transformer, run.accelerator.device)
     set_seed(plan.seed)
     lora = {"rank": args.rank, "lora_alpha": args.lora_alpha, "lora_dropout": args.lora_dropout}
     add_lora(transformer, plan.lora_targets, **lora)
@@ -2496,7 +2584,7 @@ def load_trainer(run: Run) -> Trainer:
         transformer.enable_gradient_checkpointing()
     if lora := lora_at_start(run):
         set_lora_weights(transformer, lora)
-    handle = skip_blocks(transformer, plan.skip_first, plan.skip_last)
+    handle = skip_blocks(transformer, plan.skip_first, plan.skip_last, plan.modulations)
     trainer = Trainer(transformer, handle, load_vae(run), None, None, step=run.start_step)
     trainer.optimizer = make_optimizer(trainer.parameters, args, plan)
     trainer.lr_scheduler = get_scheduler(
@@ -2541,7 +2629,7 @@ def full_model(run: Run, trainer: Trainer) -> Iterator[None]:
     The trained blocks stay on the device as in training: moving trainable parameters would cut them off from the
     gradient synchronisation of several processes. With --offload the skipped blocks and the VAE pass through it.
     """
-    device, skipped = run.accelerator.device, trainer.handle.blocks
+    device, skipped = run.accelerator.device, trainer.handle.skipped
     trainer.transformer.to(device).eval()
     trainer.handle.restore("cpu")
     try:
@@ -2609,7 +2697,8 @@ def latents_and_residuals(
         pixels: (B, 3, side, side) in [-1, 1], the crops of B draws, on the device.
 
     Returns:
-        Latents (B, C, h, w) in fp32, and residuals by key (B, tokens, width), none if no block is skipped.
+        Latents (B, C, h, w) in fp32, and by key residuals (B, tokens, width) and modulations (B, width), none if no
+        block is skipped.
     """
     plan, device = run.plan, pixels.device
     generators = [draw.generator("vae") for draw in draws]
@@ -2619,7 +2708,7 @@ def latents_and_residuals(
     noise = torch.stack([draw.noise(latents.shape[1:]) for draw in draws]).to(device)
     sigmas, timesteps = torch.tensor([[draw.sigma, draw.timestep] for draw in draws], device=device).unbind(1)
     embeddings = to_device(stack_prompts(prompts, [draw.prompt for draw in draws]), device)
-    with record_residuals(trainer.transformer, plan.skip_first, plan.skip_last) as recording:
+    with record_residuals(trainer.transformer, plan.skip_first, plan.skip_last, plan.modulations) as recording:
         run.family.predict_velocity(run, trainer.transformer, add_noise(latents, noise, sigmas), timesteps, embeddings)
     return latents, recording.residuals
 
@@ -3354,6 +3443,7 @@ def estimate_memory(
     dtype: str = "bf16",
     residual_dtype: str = "bf16",
     quantization: Mapping[str, Any] | None = None,
+    stored_modulations: bool = False,
 ) -> dict[str, int]:
     """Estimate what a LoRA training step with skipped blocks takes, without weights and without a GPU.
 
@@ -3374,6 +3464,8 @@ def estimate_memory(
         dtype: Of frozen weights, batch and products: fp32, bf16 or fp16.
         residual_dtype: Of the stored residuals.
         quantization: Arguments of a BitsAndBytesConfig, for the frozen weights of the trained blocks.
+        stored_modulations: Whether the trained blocks' modulation layers are off the device, too, as the scripts have
+            it; the published method keeps them.
 
     Returns:
         `weights_bytes` (frozen weights left on the device, and LoRA), `peak_bytes` (all storages at the worst moment
@@ -3389,13 +3481,17 @@ def estimate_memory(
 
     transformer = training_structure(config, dtype, targets, lora=lora, gradient_checkpointing=gradient_checkpointing)
     blocks = trained_blocks(transformer, skip_first, skip_last)
-    handle = skip_blocks(transformer, skip_first, skip_last)
+    stored = modulation_names(transformer, skip_first, skip_last, targets(transformer)) if stored_modulations else []
+    widths = {_modulation_key(name): transformer.get_submodule(name).out_features for name in stored}
+    handle = skip_blocks(transformer, skip_first, skip_last, stored)
     with fake_tensors():
         fill(transformer)
         if quantization:
             quantize_blocks(transformer, blocks, BitsAndBytesConfig(**quantization), torch.device("cpu"))
         inputs, target = fake_batch(transformer, resolution, batch_size, text_tokens or layout.text_tokens, dtype)
-        residuals = fake_residuals(transformer, inputs, handle.keys, residual_dtype)
+        keys = [key for key in handle.keys if key not in widths]
+        residuals = fake_residuals(transformer, inputs, keys, residual_dtype)
+        residuals |= {key: torch.randn(batch_size, width, dtype=dtype) for key, width in widths.items()}
         handle.set_residuals(residuals)
         optimizer, step = metered_step(transformer, inputs, target, accumulates)
         weights = held_tensors(transformer)
@@ -3698,10 +3794,8 @@ class PhaseMeter:
     def _precompute(self) -> list[PhaseEstimate]:
         """A pass of the full model beside what training leaves on the device; makes the batch to train on, too."""
         run, trainer = self.run, self.trainer
-        cpu = torch.device("cpu")
         if run.quantization:
-            blocks = trained_blocks(trainer.transformer, run.plan.skip_first, run.plan.skip_last)
-            quantize_blocks(trainer.transformer, blocks, run.quantization, cpu)
+            quantize_trained_blocks(run, trainer.transformer, torch.device("cpu"))
         trainer.optimizer = make_optimizer(trainer.parameters, run.args, run.plan)
         with torch.enable_grad():
             give_state(trainer.optimizer)
@@ -3714,9 +3808,7 @@ class PhaseMeter:
             latents, residuals = latents_and_residuals(run, trainer, pixels, draws, self.prompts)
             self.stored = {"latents": latents[0], **{key: residual[0] for key, residual in residuals.items()}}
 
-        blocks = list(named_blocks(trainer.transformer).values())
-        first, last = run.plan.skip_first, run.plan.skip_last
-        placed = [*blocks[:first], *blocks[len(blocks) - last :], trainer.vae]
+        placed = [*self._skipped(), trainer.vae]
         beside = {
             "resident": [trainer.transformer] if run.args.offload else [trainer.transformer, trainer.vae],
             "passing": placed if run.args.offload else (),
@@ -3730,14 +3822,22 @@ class PhaseMeter:
             found.append(meter_phase("validate", action, **beside))
         return found
 
+    def _skipped(self) -> list[nn.Module]:
+        """The blocks and layers that training takes off the device."""
+        transformer, plan = self.trainer.transformer, self.run.plan
+        trained = trained_blocks(transformer, plan.skip_first, plan.skip_last)
+        blocks = [block for name, block in named_blocks(transformer).items() if name not in trained]
+        return [*blocks, *map(transformer.get_submodule, plan.modulations)]
+
     def _train(self) -> list[PhaseEstimate]:
         """An optimizer step as `train` takes it."""
-        run, trainer = self.run, self.trainer
-        trainer.handle = skip_blocks(trainer.transformer, run.plan.skip_first, run.plan.skip_last)
+        run, trainer, plan = self.run, self.trainer, self.run.plan
+        trainer.handle = skip_blocks(trainer.transformer, plan.skip_first, plan.skip_last, plan.modulations)
         trainer.transformer.train()
         draw = run.draw_source().sample(0)[0]
-        residuals = {key: value.to(DTYPES[run.args.residual_dtype]) for key, value in self.stored.items()}
-        residuals |= {"latents": self.stored["latents"]}
+        dtype = DTYPES[run.args.residual_dtype]
+        exact = ("latents", "modulation.")
+        residuals = {k: value if k.startswith(exact) else value.to(dtype) for k, value in self.stored.items()}
         rows = 2 if run.args.with_prior_preservation else 1
         batch = collate_draws([[(draw, dict(residuals))] for _ in range(rows * run.plan.batch_size)])
 
@@ -3881,7 +3981,8 @@ def with_changes(run: Run, changes: Mapping[str, Any]) -> Run:
     quantization = changes.pop("quantization", None)
     args = argparse.Namespace(**{**vars(run.args), **changes})
     transformer = transformer_structure(args, run.family)
-    plan = make_plan(args, run.family, transformer, len(run.photos), run.plan.seed, run.plan.num_processes)
+    count, processes = len(run.photos), run.plan.num_processes
+    plan = make_plan(args, run.family, transformer, count, run.plan.seed, processes, run.weight_dtype)
     return dataclasses.replace(
         run,
         args=args,
@@ -3893,7 +3994,7 @@ def with_changes(run: Run, changes: Mapping[str, Any]) -> Run:
 def find_remedy(run: Run, limit: float, too_large: list[str]) -> str | None:
     """The smallest change of flags found under which the phases fit; None if none of `memory_savers` suffices.
 
-    One change alone is tried first, then ever more of them together, and of those what turns out needless is dropped.
+    They are added one by one, the cheapest first, until the phases fit; then those that turn out needless are dropped.
     """
 
     def fits(savers: Mapping[str, dict]) -> bool:
@@ -3905,9 +4006,6 @@ def find_remedy(run: Run, limit: float, too_large: list[str]) -> str | None:
     logger.setLevel(logging.ERROR)  # each trial makes a plan, which has its say
     try:
         savers = dict(memory_savers(run))
-        for words, change in savers.items():
-            if fits({words: change}):
-                return words
         chosen: dict[str, dict] = {}
         for words, change in savers.items():
             chosen = {other: taken for other, taken in chosen.items() if set(taken) != set(change)} | {words: change}
@@ -3915,7 +4013,7 @@ def find_remedy(run: Run, limit: float, too_large: list[str]) -> str | None:
                 break
         else:
             return None
-        for words in list(chosen)[:-1]:
+        for words in list(chosen)[-2::-1]:
             fewer = {other: change for other, change in chosen.items() if other != words}
             chosen = fewer if fits(fewer) else chosen
         return " ".join(chosen)

@@ -38,7 +38,7 @@ def on_real_tensors(monkeypatch):
     """Make estimate_memory run the same step on real weights and real tensors."""
 
     def patch():
-        monkeypatch.setattr(blockskip, "FakeTensorMode", contextlib.nullcontext)
+        monkeypatch.setattr(blockskip, "fake_tensors", contextlib.nullcontext)
 
     return patch
 
