@@ -3448,37 +3448,29 @@ def estimate_memory(
     """Estimate what a LoRA training step with skipped blocks takes, without weights and without a GPU.
 
     The real model class, PEFT adapter, autograd and AdamW, with its state in place, run for a step on fake tensors.
-    1 GiB is 2^30 bytes.
+    1 GiB is 2^30 bytes. Precisions are given as fp32, bf16 or fp16.
 
     Args:
         config: The transformer's config.json, with its `_class_name`.
         resolution: Side of the network input in pixels.
-        skip_first, skip_last: Blocks skipped at the ends.
-        rank, lora_layers: Of the LoRA.
-        lora_dtype: Of the LoRA, its gradients and AdamW's state: fp32, bf16 or fp16. By default that of the frozen
-            weights, to which the published figures come closest with this meter; the training scripts keep it in fp32.
-        batch_size: Samples of a forward pass.
+        lora_dtype: Of the LoRA and AdamW's state, by default that of the frozen weights; the scripts keep it in fp32.
         accumulates: Whether gradients of an earlier batch lie there during a forward pass.
         text_tokens: Length of an encoded prompt; by default 512 for FLUX and 300 for SANA.
-        gradient_checkpointing: Whether blocks are computed again in the backward pass.
-        dtype: Of frozen weights, batch and products: fp32, bf16 or fp16.
-        residual_dtype: Of the stored residuals.
+        dtype: Of frozen weights, batch and products.
         quantization: Arguments of a BitsAndBytesConfig, for the frozen weights of the trained blocks.
-        stored_modulations: Whether the trained blocks' modulation layers are off the device, too, as the scripts have
-            it; the published method keeps them.
+        stored_modulations: Whether modulation layers are off the device, too: so in the scripts, not in the paper.
 
     Returns:
         `weights_bytes` (frozen weights left on the device, and LoRA), `peak_bytes` (all storages at the worst moment
         of a step), `flops_per_step` (forward and backward of a batch, recomputation included, 1 multiply-add = 2),
-        `lora_parameters` (a count) and `residual_bytes` (of one sample).
+        `lora_parameters` (a count) and `residual_bytes` (stored for one sample).
     """
     dtype, residual_dtype = DTYPES[dtype], DTYPES[residual_dtype]
     lora = {"rank": rank, "lora_alpha": rank, "dtype": DTYPES[lora_dtype] if lora_dtype else dtype}
     layout = LAYOUTS[config["_class_name"]]
-
-    def targets(transformer):
-        return lora_target_names(transformer, skip_first, skip_last, lora_layers or layout.lora_layers)
-
+    targets = functools.partial(
+        lora_target_names, skip_first=skip_first, skip_last=skip_last, layers=lora_layers or layout.lora_layers
+    )
     transformer = training_structure(config, dtype, targets, lora=lora, gradient_checkpointing=gradient_checkpointing)
     blocks = trained_blocks(transformer, skip_first, skip_last)
     stored = modulation_names(transformer, skip_first, skip_last, targets(transformer)) if stored_modulations else []

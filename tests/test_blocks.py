@@ -24,7 +24,6 @@ import weakref
 import pytest
 import torch
 from peft import LoraConfig
-from peft.tuners.tuners_utils import BaseTunerLayer
 
 import blockskip_utils as blockskip
 from conftest import flux_inputs, legal_counts, make_flux, make_sana, sana_inputs
@@ -207,28 +206,32 @@ def test_lora_is_left_out_only_where_no_gradient_would_reach_it(kind, counts):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_lora_inputs_left_in_bf16_change_no_gradient_under_autocast(kind):
-    make, make_inputs = MODELS[kind]
-    gradients = []
-    for is_cast in (True, False):
-        transformer = make(dtype=torch.bfloat16).requires_grad_(False)
+def test_layers_with_a_lora_in_fp32_give_what_autocast_would_to_the_bit(kind, monkeypatch):
+    pairs = []
+    for by_autocast in (True, False):
+        transformer = MODELS[kind][0](dtype=torch.bfloat16).requires_grad_(False)
         targets = blockskip.lora_target_names(transformer, 1, 1, LORA_LAYERS[kind])
         torch.manual_seed(0)
-        blockskip.add_lora(transformer, targets, rank=2, lora_alpha=2)
-        for name, parameter in transformer.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.1)
-        layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
-        assert layers and not any(layer.cast_input_dtype_enabled for layer in layers)
-        for layer in layers:
-            layer.cast_input_dtype_enabled = is_cast
+        with monkeypatch.context() as patch:
+            if by_autocast:
+                patch.setattr(blockskip, "compute_lora_in_frozen_precision", lambda transformer: None)
+            blockskip.add_lora(transformer, targets, rank=2, lora_alpha=4)
+        pairs.append([transformer.get_submodule(name) for name in targets])
+    for old, new in zip(*pairs, strict=True):
+        weight = old.base_layer.weight
+        for layer in (old, new):
+            torch.nn.init.normal_(layer.lora_B["default"].weight, generator=torch.Generator().manual_seed(1))
+        shape = (2, 3, weight.shape[1]) if weight.ndim == 2 else (2, weight.shape[1], 3, 3)
+        x = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            output = transformer(**make_inputs(dtype=torch.bfloat16))[0]
-        output.float().square().sum().backward()
-        gradients.append({name: p.grad for name, p in transformer.named_parameters() if p.requires_grad})
-    assert gradients[0].keys() == gradients[1].keys()
-    for name, gradient in gradients[0].items():
-        assert gradient.abs().max() > 0 and torch.equal(gradient, gradients[1][name]), name
+            wanted = old(x)
+        found = new(x)
+        assert found.dtype == torch.bfloat16 and torch.equal(found, wanted)
+        gradient = torch.randn_like(found)
+        leaves = [(x, *(p for p in layer.parameters() if p.requires_grad)) for layer in (old, new)]
+        results = [torch.autograd.grad(y, group, gradient) for y, group in zip((wanted, found), leaves, strict=True)]
+        for before, after in zip(*results, strict=True):
+            assert before.dtype == after.dtype and torch.equal(before, after)
 
 
 def test_recording_leaves_the_model_untouched():

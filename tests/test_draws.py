@@ -36,7 +36,16 @@ def make_source(rank=0, *flags, photos=3, class_photos=0, scheduler=None, **plan
     values = {"seed": 0, "num_processes": 1, "batch_size": 1, "accumulation": 1, "num_draws": 12, **plan}
     values = {"samples_per_epoch": photos, "max_steps": 12, "period_steps": 12, "patch_schedule": "linear", **values}
     values |= {"resolution": 512, "patch_resolution": 256, "pixel_multiple": 16}
-    names = ("model", "depth", "skip_first", "skip_last", "skip_source", "bytes_per_draw", "lora_targets", "modulations")
+    names = (
+        "model",
+        "depth",
+        "skip_first",
+        "skip_last",
+        "skip_source",
+        "bytes_per_draw",
+        "lora_targets",
+        "modulations",
+    )
     plan = blockskip.Plan(**dict.fromkeys(names), **values)
 
     def named(kind, count):
