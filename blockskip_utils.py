@@ -807,9 +807,9 @@ def trained_blocks(transformer: nn.Module, skip_first: int, skip_last: int) -> l
 
 
 def modulation_names(
-    transformer: nn.Module, skip_first: int, skip_last: int, lora_targets: Iterable[str]
+    transformer: nn.Module, skip_first: int, skip_last: int, lora_targets: Iterable[str] = ()
 ) -> list[str]:
-    """Full names of the trained blocks' modulation layers that get no LoRA; none where no block is skipped.
+    """Full names of the trained blocks' modulation layers that have no LoRA and get none; none if no block is skipped.
 
     Their weights are a sixth of FLUX.1-dev's, and training needs no more of them than what they return for its draws.
     """
@@ -818,7 +818,7 @@ def modulation_names(
     modules, targets = dict(transformer.named_modules()), set(lora_targets)
     layers = block_layout(transformer).modulations
     names = [f"{block}.{layer}" for block in trained_blocks(transformer, skip_first, skip_last) for layer in layers]
-    return [name for name in names if name in modules and name not in targets]
+    return [name for name in names if isinstance(modules.get(name), nn.Linear) and name not in targets]
 
 
 def check_skip_counts(depth: int, skip_first: int, skip_last: int) -> None:
@@ -1571,7 +1571,7 @@ class ModelFamily:
         extra_prompts: Prompts that generating images needs besides the user's, such as an empty negative prompt.
         text_flags: Flags that change what the transformer is told besides the prompt.
         load_scheduler: (model_folder, args) -> the flow-matching scheduler whose table timesteps are drawn from.
-        encoder_tokens: run -> tokens that each text encoder reads at most, by its component's name.
+        encoder_inputs: run -> arguments of each text encoder's forward pass for one prompt, by its component's name.
         blank_prompt: run -> zeros in the shapes that `encode_prompt` returns.
         encode_prompt: (run, pipeline, prompt) -> tensors of one prompt, each (1, ...).
         encode_pixels: (vae, pixels (B, 3, H, W), generators) -> latents (B, C, h, w).
@@ -1590,7 +1590,7 @@ class ModelFamily:
     extra_prompts: tuple[str, ...]
     text_flags: tuple[str, ...]
     load_scheduler: Callable
-    encoder_tokens: Callable
+    encoder_inputs: Callable
     blank_prompt: Callable
     encode_prompt: Callable
     encode_pixels: Callable
@@ -3473,7 +3473,7 @@ def estimate_memory(
     )
     transformer = training_structure(config, dtype, targets, lora=lora, gradient_checkpointing=gradient_checkpointing)
     blocks = trained_blocks(transformer, skip_first, skip_last)
-    stored = modulation_names(transformer, skip_first, skip_last, targets(transformer)) if stored_modulations else []
+    stored = modulation_names(transformer, skip_first, skip_last) if stored_modulations else []
     widths = {_modulation_key(name): transformer.get_submodule(name).out_features for name in stored}
     handle = skip_blocks(transformer, skip_first, skip_last, stored)
     with fake_tensors():
@@ -3737,12 +3737,11 @@ class PhaseMeter:
 
     @torch.no_grad()
     def _encode_prompts(self) -> list[PhaseEstimate]:
-        tokens = self.run.family.encoder_tokens(self.run)
+        inputs = self.run.family.encoder_inputs(self.run)
 
         def encode() -> None:
             for name, encoder in self.encoders.items():
-                ids = torch.zeros(1, tokens[name], dtype=torch.long)
-                encoder(input_ids=ids, attention_mask=torch.ones_like(ids))
+                encoder(**inputs[name])
 
         return [self._meter("encode prompts", encode, self.encoders.values())]
 
@@ -3804,14 +3803,17 @@ class PhaseMeter:
         beside = {
             "resident": [trainer.transformer] if run.args.offload else [trainer.transformer, trainer.vae],
             "passing": placed if run.args.offload else (),
-            "held": [pixels, *(optimizer_state(trainer.optimizer) if run.needs_full_model_later else ())],
+            "held": [pixels],
             "elsewhere": self.prompts[draws[0].prompt].values(),
             "counts_flops": self.counts_flops,
         }
+        state = optimizer_state(trainer.optimizer)
+        if run.plan.period_steps < run.plan.max_steps:  # all passes but the first find it there
+            beside["held"] += state
         found = [meter_phase("precompute", precompute, **beside)]
         if run.validates_before_the_end:
             action = self._drawing(trainer.transformer, 1, run.weight_dtype)
-            found.append(meter_phase("validate", action, **beside))
+            found.append(meter_phase("validate", action, **{**beside, "held": state}))
         return found
 
     def _skipped(self) -> list[nn.Module]:

@@ -83,9 +83,10 @@ def load_scheduler(model_folder: str, args: argparse.Namespace) -> FlowMatchEule
     )
 
 
-def encoder_tokens(run: blockskip.Run) -> dict[str, int]:
-    """Tokens that each text encoder reads: CLIP always 77, T5 as the flag says."""
-    return {"text_encoder": 77, "text_encoder_2": run.args.max_sequence_length}
+def encoder_inputs(run: blockskip.Run) -> dict[str, dict[str, torch.Tensor]]:
+    """What each text encoder reads for one prompt: CLIP always 77 tokens, T5 as many as the flag says."""
+    tokens = {"text_encoder": 77, "text_encoder_2": run.args.max_sequence_length}
+    return {name: {"input_ids": torch.zeros(1, count, dtype=torch.long)} for name, count in tokens.items()}
 
 
 def blank_prompt(run: blockskip.Run) -> dict[str, torch.Tensor]:
@@ -178,7 +179,7 @@ FLUX = blockskip.ModelFamily(
     extra_prompts=(),
     text_flags=("max_sequence_length", "guidance_scale"),
     load_scheduler=load_scheduler,
-    encoder_tokens=encoder_tokens,
+    encoder_inputs=encoder_inputs,
     blank_prompt=blank_prompt,
     encode_prompt=encode_prompt,
     encode_pixels=encode_pixels,

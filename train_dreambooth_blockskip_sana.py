@@ -80,11 +80,12 @@ def load_scheduler(model_folder: str, args: argparse.Namespace) -> FlowMatchEule
     return FlowMatchEulerDiscreteScheduler(num_train_timesteps=config["num_train_timesteps"], shift=shift)
 
 
-def encoder_tokens(run: blockskip.Run) -> dict[str, int]:
-    """Tokens that Gemma reads: the instruction, at no more than one a character, and the prompt."""
+def encoder_inputs(run: blockskip.Run) -> dict[str, dict[str, torch.Tensor]]:
+    """What Gemma reads for one prompt: the instruction, at no more than a token for each character, and the prompt."""
     instruction = run.args.complex_human_instruction
     characters = sum(map(len, INSTRUCTION)) if instruction is None else len(instruction)
-    return {"text_encoder": characters + run.args.max_sequence_length}
+    tokens = torch.zeros(1, characters + run.args.max_sequence_length, dtype=torch.long)
+    return {"text_encoder": {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}}
 
 
 def blank_prompt(run: blockskip.Run) -> dict[str, torch.Tensor]:
@@ -174,7 +175,7 @@ SANA = blockskip.ModelFamily(
     extra_prompts=(NEGATIVE_PROMPT,),
     text_flags=("max_sequence_length", "complex_human_instruction"),
     load_scheduler=load_scheduler,
-    encoder_tokens=encoder_tokens,
+    encoder_inputs=encoder_inputs,
     blank_prompt=blank_prompt,
     encode_prompt=encode_prompt,
     encode_pixels=encode_pixels,

@@ -34,6 +34,7 @@ from PIL import Image
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
+import blockskip_utils
 import train_dreambooth_blockskip_flux as flux_script
 import train_dreambooth_blockskip_sana as sana_script
 from build_tiny_pipeline import build_tiny_flux, build_tiny_sana
@@ -88,10 +89,13 @@ class Case:
         given = [word for pair in base.items() if pair[0] not in extra and pair[1] is not None for word in pair]
         return [str(word) for word in given] + extra
 
-    def run(self, arguments: list) -> None:
-        """Run the script in this process."""
+    def run(self, arguments: list, *, estimates: bool = False) -> None:
+        """Run the script in this process; the estimates for its report take longer than a tiny run, and are left out."""
         reset_accelerate()
-        self.script.main(self.script.parse_args([str(word) for word in arguments]))
+        with pytest.MonkeyPatch.context() as patch:
+            if not estimates:
+                patch.setattr(blockskip_utils, "estimate_run", lambda run: None)
+            self.script.main(self.script.parse_args([str(word) for word in arguments]))
 
 
 def ready(folder: pathlib.Path) -> pathlib.Path:
