@@ -90,7 +90,7 @@ class Case:
         return [str(word) for word in given] + extra
 
     def run(self, arguments: list, *, estimates: bool = False) -> None:
-        """Run the script in this process; the estimates for its report take longer than a tiny run, and are left out."""
+        """Run the script in this process; estimates for its report take longer than a tiny run, and are left out."""
         reset_accelerate()
         with pytest.MonkeyPatch.context() as patch:
             if not estimates:
