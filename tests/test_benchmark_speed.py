@@ -109,15 +109,15 @@ def test_slow_reading_shows_as_waiting(tmp_path, monkeypatch, capsys):
     read = blockskip.ResidualStore.read
 
     def slow(store, draw):
-        time.sleep(0.5)
+        time.sleep(0.2)
         return read(store, draw)
 
     monkeypatch.setattr(blockskip.ResidualStore, "read", slow)
     results = benchmark(tmp_path / "speed.json", pairs=1)
     for way in (results["plain"], results["blockskip"]):
         # reading begins with the step or a moment before it, so both together cannot be done any sooner
-        assert way["step_seconds"][0] > 0.48
-        assert way["reading_seconds"] > 0.5
+        assert way["step_seconds"][0] > 0.19
+        assert way["reading_seconds"] >= 0.2
     assert f"{results['blockskip']['waiting_share']:.2%}" in capsys.readouterr().out
 
 
