@@ -13,7 +13,7 @@
 # limitations under the License.
 """Time a training step of plain LoRA at full resolution against one of BlockSkip at half of it, in one process.
 
-    OMP_NUM_THREADS=2 python examples/benchmark_speed.py --output speed.json       some minutes on two CPU cores
+    OMP_NUM_THREADS=2 python examples/benchmark_speed.py --output speed.json       five minutes or more on two cores
 
 A FLUX with random weights is built in a temporary folder: by default FLUX.1-dev at a quarter of its width, of its
 token counts at 512 px and of a LoRA's rank of 128, with 12 blocks for 57. So attention has the share of the arithmetic
