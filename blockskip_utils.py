@@ -2850,25 +2850,40 @@ def train(run: Run, trainer: Trainer, period: Period, prompts: Mapping[str, dict
         total=run.plan.max_steps, initial=trainer.step, desc="train", disable=not accelerator.is_local_main_process
     )
     losses = []
-    for batch in _read_ahead(stored_draw_loader(run, period, trainer.step)):
-        with accelerator.accumulate(trainer.model):
-            loss = flow_matching_loss(run, trainer, batch.to(accelerator.device), prompts)
-            losses.append(loss.detach())
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                trainer.loss = mean_loss(accelerator, losses, trainer.step)
-                accelerator.clip_grad_norm_(trainer.parameters, run.args.max_grad_norm)
-            trainer.optimizer.step()
-            if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
-                trainer.lr_scheduler.step()
-            trainer.optimizer.zero_grad(set_to_none=True)
+    for batch in read_ahead(stored_draw_loader(run, period, trainer.step)):
+        train_on_batch(run, trainer, batch, prompts, losses)
         if accelerator.sync_gradients:
             losses.clear()
             finish_step(run, trainer, prompts, bar)
     bar.close()
 
 
-def _read_ahead(loader: DataLoader) -> Iterator[Batch]:
+def train_on_batch(
+    run: Run,
+    trainer: Trainer,
+    batch: Batch,
+    prompts: Mapping[str, dict[str, torch.Tensor]],
+    losses: list[torch.Tensor],
+) -> None:
+    """Forward and backward pass of a batch, and the optimizer's step where its gradients are complete.
+
+    The batch's loss is added to `losses`, those of the optimizer step so far.
+    """
+    accelerator = run.accelerator
+    with accelerator.accumulate(trainer.model):
+        loss = flow_matching_loss(run, trainer, batch.to(accelerator.device), prompts)
+        losses.append(loss.detach())
+        accelerator.backward(loss)
+        if accelerator.sync_gradients:
+            trainer.loss = mean_loss(accelerator, losses, trainer.step)
+            accelerator.clip_grad_norm_(trainer.parameters, run.args.max_grad_norm)
+        trainer.optimizer.step()
+        if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
+            trainer.lr_scheduler.step()
+        trainer.optimizer.zero_grad(set_to_none=True)
+
+
+def read_ahead(loader: DataLoader) -> Iterator[Batch]:
     """The loader's batches; while one is trained on, the next is read from disk."""
     batches = iter(loader)
     with ThreadPoolExecutor(max_workers=1) as reader:
