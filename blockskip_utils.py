@@ -707,6 +707,7 @@ class BlockLayout:
         lora_layers: Layers that get a LoRA unless the user says otherwise, as in the official scripts.
         pixels_per_token: Side of an image token in pixels.
         text_tokens: Length of an encoded prompt.
+        text_attention: The layer of a block through which the image attends to the text.
     """
 
     stacks: tuple[str, ...]
@@ -715,6 +716,7 @@ class BlockLayout:
     lora_layers: tuple[str, ...]
     pixels_per_token: int
     text_tokens: int
+    text_attention: str
 
 
 LAYOUTS = {
@@ -738,6 +740,7 @@ LAYOUTS = {
         ),
         pixels_per_token=16,  # 8 pixels to a latent cell, 2 x 2 cells to a token
         text_tokens=512,
+        text_attention="attn",
     ),
     "SanaTransformer2DModel": BlockLayout(
         stacks=("transformer_blocks",),
@@ -746,6 +749,7 @@ LAYOUTS = {
         lora_layers=("to_k", "to_q", "to_v"),
         pixels_per_token=32,  # 32 pixels to a latent cell, which is a token
         text_tokens=300,
+        text_attention="attn2",
     ),
 }
 
@@ -2119,6 +2123,68 @@ def make_class_images(run: Run, prompts: Mapping[str, dict[str, torch.Tensor]]) 
     run.class_photos = load_class_photos(args)[: args.num_class_images]
     if run.class_photos_missing:
         refuse(f"--class_data_dir {folder} still lacks {run.class_photos_missing} images: is it on a shared disk?")
+
+
+# ===================================================================================================================
+# Choose blocks: which ones to skip, by hiding the text from the image
+# ===================================================================================================================
+
+
+@contextlib.contextmanager
+def mask_text(transformer: nn.Module, blocks: Iterable[int]) -> Iterator[None]:
+    """Hide the text from the image in some blocks, as the paper's block selection does; nothing else changes.
+
+    Within the context the scores of image queries for text keys are masked out in these blocks. In a joint attention
+    (FLUX) the image then attends to the image alone, and the text still to both. A cross-attention (SANA) has no other
+    keys: its sum over none of them is zero, and of the layer only the bias of its output is left. A prompt's pooled
+    embedding, which FLUX adds to the timestep's, is no key and stays.
+
+    LoRA, quantised weights, offloading and gradient checkpointing may be in place. Of diffusers' attention backends,
+    those that take no mask cannot be used meanwhile.
+
+    Args:
+        transformer: With all its blocks.
+        blocks: Indices in data order, counted over all stacks; none of them is allowed.
+
+    Raises:
+        ValueError: There is no block of such an index; the message names the depth.
+        RuntimeError: Blocks of the transformer are skipped at the moment.
+    """
+    layout, named = block_layout(transformer), list(named_blocks(transformer).values())
+    indices = sorted(set(blocks))
+    if indices and not 0 <= indices[0] <= indices[-1] < len(named):
+        raise ValueError(f"blocks to mask must lie from 0 to {len(named) - 1}, got {indices} of {len(named)}")
+    if any(isinstance(block, _SkippedBlock) for block in named):
+        raise RuntimeError("text is masked in the full model: call restore() on the handle of skip_blocks first")
+    hooks = []
+    try:
+        for index in indices:
+            if "encoder_hidden_states" in layout.returns:  # text and image attend to each other
+                hooks.append(named[index].register_forward_pre_hook(_mask_joint_attention, with_kwargs=True))
+            else:
+                attention = named[index].get_submodule(layout.text_attention)
+                hooks.append(attention.to_out[0].register_forward_pre_hook(_attend_to_nothing))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _mask_joint_attention(block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Give a block's attention a mask that hides the text, which comes first, from the image."""
+    bound = inspect.signature(block.forward).bind(*args, **kwargs)
+    inputs = bound.arguments
+    text, image = (inputs[stream].shape[1] for stream in ("encoder_hidden_states", "hidden_states"))
+    # not of two dimensions, which some attention backends take for (B, keys)
+    visible = torch.ones(1, 1, text + image, text + image, dtype=torch.bool, device=inputs["hidden_states"].device)
+    visible[..., text:, :text] = False  # rows are queries
+    inputs["joint_attention_kwargs"] = {**(inputs.get("joint_attention_kwargs") or {}), "attention_mask": visible}
+    return bound.args, bound.kwargs
+
+
+def _attend_to_nothing(output_layer: nn.Module, args: tuple) -> tuple:
+    """Feed an attention's output layer what attending to no key gives: zeros."""
+    return (torch.zeros_like(args[0]), *args[1:])
 
 
 # ===================================================================================================================
