@@ -177,6 +177,9 @@ def main(args: argparse.Namespace) -> None:
     with report.phase("encode prompts"):
         prompts = blockskip.encode_prompts(run)
         blockskip.make_class_images(run, prompts)
+    if args.skip_ratio is not None:
+        with report.phase("choose blocks"):
+            blockskip.choose_blocks(run, prompts)
     with report.phase("load"):
         trainer = blockskip.load_trainer(run)
     for period in run.plan.periods(trainer.step):
