@@ -1522,7 +1522,8 @@ class ModelFamily:
         encode_prompt: (run, pipeline, prompt) -> tensors of one prompt, each (1, ...).
         encode_pixels: (vae, pixels (B, 3, H, W), generators) -> latents (B, C, h, w).
         predict_velocity: (run, transformer, noisy latents, timesteps (B,), prompt tensors) -> velocity (B, C, h, w).
-        generate_images: (run, pipeline, tensors by prompt, prompt, generators) -> PIL images, one per generator.
+        generate_images: (run, pipeline, tensors by prompt, prompt, generators, **options) -> PIL images, one per
+            generator; options go to the pipeline.
     """
 
     name: str
@@ -2061,24 +2062,29 @@ def start_trackers(run: Run) -> None:
 # ===================================================================================================================
 
 
-@torch.no_grad()
 def encode_prompts(run: Run) -> dict[str, dict[str, torch.Tensor]]:
-    """Phase 2: run the text encoders once per distinct prompt, then let go of them.
-
-    Returns:
-        For each prompt its tensors, (1, ...), in host memory.
-    """
+    """Phase 2: encode every prompt that the run will use."""
     args = run.args
     prompts = [photo.caption for photo in run.photos]
     prompts += [args.class_prompt] if args.with_prior_preservation else []
     prompts += [args.validation_prompt] if run.validates_in_training else []
     prompts += run.family.extra_prompts if run.validates_in_training or run.class_photos_missing else []
+    return encode_each(run, prompts)
+
+
+@torch.no_grad()
+def encode_each(run: Run, prompts: Iterable[str]) -> dict[str, dict[str, torch.Tensor]]:
+    """Run the text encoders once per distinct prompt, then let go of them.
+
+    Returns:
+        For each prompt its tensors, (1, ...), in host memory.
+    """
     pipeline = run.family.pipeline_class.from_pretrained(
         run.model_folder,
         transformer=None,
         vae=None,
         torch_dtype=run.weight_dtype,
-        variant=args.variant,
+        variant=run.args.variant,
         use_safetensors=True,
     )
     for component in pipeline.components.values():
@@ -2484,7 +2490,8 @@ def choose_blocks(run: Run, prompts: Mapping[str, dict[str, torch.Tensor]]) -> N
         stored = [stored_curves(run) if run.accelerator.is_main_process else None]
         broadcast_object_list(stored)  # whether to measure is for one process to say
         complete_plan(run, stored[0] or measure_curves(run, prompts))
-        check_residual_folder(run)  # in the check phase it was too early to compare the counts
+        check_residual_folder(run)  # in the check phase the counts were not known
+        check_disk(run.plan, run.store())
     logger.info(run.plan.describe()[0])
 
 

@@ -33,6 +33,7 @@ import inspect
 import json
 import pathlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline, SanaTransformer2DModel
@@ -124,8 +125,12 @@ def generate_images(
     prompts: Mapping[str, Mapping[str, torch.Tensor]],
     prompt: str,
     generators: list[torch.Generator],
+    **options: Any,
 ) -> list[Image.Image]:
-    """Draw one image per generator at `--resolution`, decoding in the VAE's own precision."""
+    """Draw one image per generator at `--resolution`, decoding in the VAE's own precision.
+
+    `options` go to the pipeline.
+    """
     size, vae, device = run.args.resolution, pipeline.vae, run.accelerator.device
     embeddings = {
         f"{prefix}{name}": tensor.to(device).repeat_interleave(len(generators), dim=0)
@@ -139,6 +144,7 @@ def generate_images(
         width=size,
         generator=generators,
         output_type="latent",
+        **options,
         use_resolution_binning=False,  # else the size would be snapped to a table of the model's
     ).images  # (B, C, h, w)
     with torch.autocast(device.type, enabled=False):
