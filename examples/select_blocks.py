@@ -34,6 +34,7 @@ import functools
 import json
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -412,7 +413,7 @@ def kept_on_disk(
 # The picture
 # ---------------------------------------------------------------------------------------------------------------------
 
-INK, GRID, BLUE, RED, GREEN = "#222222", "#dddddd", "#1f5fa8", "#c0392b", "#2e8b57"
+INK, BLUE, RED, GREEN = "#222222", "#1f5fa8", "#c0392b", "#2e8b57"
 PAIR_COLOURS = ("#2e8b57", "#d68910", "#8e44ad")
 
 
@@ -432,16 +433,17 @@ class Panel:
         """Write words, at a pixel."""
         self.draw.text((x, y), words, fill=colour, font=self.font, anchor=anchor)
 
-    def axes(self, title: str, x_label: str, digits: int = 2) -> None:
+    def axes(self, title: str, x_label: str, digits: int = 3) -> None:
         """Draw frame, ticks, and what they mean."""
         left, top, right, bottom = self.box
         self.draw.rectangle(self.box, outline=INK)
         self.text(left, top - 22, title)
         self.text((left + right) / 2, bottom + 22, x_label, anchor="mt")
-        for part in range(5):
-            x, y = self.width * part / 4, self.height * part / 4
+        for x in range(0, int(self.width) + 1, -(-int(self.width) // 4)):
             self.draw.line([self.at(x, 0), (self.at(x, 0)[0], bottom + 4)], fill=INK)
-            self.text(self.at(x, 0)[0], bottom + 6, f"{x:.0f}", anchor="mt")
+            self.text(self.at(x, 0)[0], bottom + 6, f"{x}", anchor="mt")
+        for part in range(5):
+            y = self.height * part / 4
             self.draw.line([(left - 4, self.at(0, y)[1]), self.at(0, y)], fill=INK)
             self.text(left - 7, self.at(0, y)[1], f"{y:.{digits}f}", anchor="rm")
 
@@ -476,11 +478,11 @@ def draw_curves(panel: Panel, curves: blockskip.BlockCurves, pairs: Mapping[floa
     panel.axes(f"1 - cosine ({curves.metric}), mean of {curves.samples}", "blocks masked")
     panel.line(curves.first, BLUE)
     panel.line(curves.last, RED)
-    left, top, _, _ = panel.box
-    panel.text(left + 12, top + 10, "the first n", BLUE)
-    panel.text(left + 12, top + 26, "the last m", RED)
-    for row, ((ratio, (first, last)), colour) in enumerate(zip(pairs.items(), PAIR_COLOURS, strict=True)):
-        panel.text(left + 12, top + 48 + 16 * row, f"{ratio:.0%}: n = {first}, m = {last}", colour)
+    left, _, _, bottom = panel.box
+    panel.text(left, bottom + 44, "the first n", BLUE)
+    panel.text(left + 80, bottom + 44, "the last m", RED)
+    for column, ((ratio, (first, last)), colour) in enumerate(zip(pairs.items(), PAIR_COLOURS, strict=True)):
+        panel.text(left + 160 * column, bottom + 62, f"{ratio:.0%}: n = {first}, m = {last}", colour)
         panel.dot(panel.at(first, curves.first[first]), colour)
         panel.dot(panel.at(last, curves.last[last]), colour)
 
@@ -526,6 +528,8 @@ def choose_pairs(args: argparse.Namespace, curves: blockskip.BlockCurves) -> dic
 
 def main(args: argparse.Namespace) -> None:
     """Measure or read the curves, draw them, and print what they choose."""
+    # diffusers 0.35, still supported, knows `torch_dtype` only; newer ones warn of it
+    warnings.filterwarnings("ignore", message=".*`torch_dtype` is deprecated", category=FutureWarning)
     curves = read_curves(args.curves, "--curves") if args.curves else measure(args)
     pairs = choose_pairs(args, curves)
     picture = args.picture or (args.curves or args.output).with_suffix(".png")

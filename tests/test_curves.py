@@ -32,25 +32,7 @@ from test_refusals import refusal
 from test_runs import Killed, assert_same_lora, kill_at, spy_on
 
 import blockskip_utils as blockskip
-from conftest import CATS, flux_script, launch, sana_script
-
-# which blocks carry the prompt, the ratio that just spares them, and the pair that it must choose
-PLANTED = {"FLUX": ({2, 3}, 0.75, (2, 4)), "SANA": ({1}, 0.83, (1, 4))}
-
-
-def plant(transformer, carriers):
-    """Let nothing that the other blocks attend to enter the image."""
-    for index, block in enumerate(blockskip.named_blocks(transformer).values()):
-        if index in carriers:
-            continue
-        with torch.no_grad():
-            if hasattr(block, "attn2"):  # SANA
-                block.attn2.to_out[0].weight.zero_()
-            elif hasattr(block, "ff"):  # double block of FLUX
-                block.attn.to_out[0].weight.zero_()
-            else:  # single block: attention and feed-forward share an output layer
-                block.proj_out.weight[:, : block.attn.inner_dim].zero_()
-    return transformer
+from conftest import CATS, flux_script, launch, plant, sana_script
 
 
 def measured(transformer, inputs):
@@ -201,17 +183,6 @@ def test_curves_come_back_from_their_file(tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 # Whole runs
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def planted(case, tmp_path_factory):
-    """The tiny pipeline with known blocks that carry the prompt; the ratio that just spares them, and the pair."""
-    carriers, ratio, pair = PLANTED[case.family.name]
-    folder = tmp_path_factory.mktemp("planted") / "pipeline"
-    shutil.copytree(case.pipeline, folder)
-    transformer = case.family.transformer_class.from_pretrained(folder / "transformer")
-    plant(transformer, carriers).save_pretrained(folder / "transformer")
-    return folder, ratio, pair
 
 
 def planted_command(case, planted, output, *extra, **options):
