@@ -292,6 +292,13 @@ def test_a_resumed_run_keeps_its_pair_even_without_the_curves(flux, tmp_path, mo
     assert [plan["skip_first"], plan["skip_last"]] == pair and plan["skip_source"] == "measured in this run"
 
 
+def test_a_finished_run_without_a_checkpoint_is_known_for_what_it_is(flux, tmp_path, monkeypatch):
+    flux.run(flux.command(CATS, tmp_path, "--skip_ratio", 0.5))
+    (tmp_path / "block_curves.json").unlink()
+    spy_on(monkeypatch, "encode_prompts", before=lambda *_: pytest.fail("a finished run went on"))
+    flux.run(flux.command(CATS, tmp_path, "--skip_ratio", 0.5, "--resume_from_checkpoint", "latest"))
+
+
 def test_other_photos_are_measured_anew_and_the_old_curves_kept(flux, colours, tmp_path):
     out = tmp_path / "out"
     flux.run(flux.command(CATS, out, "--skip_ratio", 0.5))
