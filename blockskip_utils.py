@@ -2028,7 +2028,7 @@ def set_earlier_run_aside(run: Run) -> None:
     if not run.checkpoint:
         logs = (run.output / run.args.logging_dir).resolve()
         own = [run.output / "validation"] + ([logs] if logs.parent == run.output.resolve() else [])
-        own += [] if run.plan.pair_is_open and stored_curves(run) else [run.output / CURVES_FILE]
+        own += [] if reads_own_curves(run) else [run.output / CURVES_FILE]
         products += [path for path in own if path.exists()]
     if not products:
         return
@@ -2525,6 +2525,13 @@ def stored_curves(run: Run) -> BlockCurves | None:
         if curves.depth == run.plan.depth and curves.measured_on == curves_fingerprint(run):
             return curves
     return None
+
+
+def reads_own_curves(run: Run) -> bool:
+    """Whether the curves in the output folder are those that this run goes by, or would measure again."""
+    if run.args.block_curves:
+        return os.path.realpath(run.args.block_curves) == os.path.realpath(run.output / CURVES_FILE)
+    return run.plan.pair_is_open and stored_curves(run) is not None
 
 
 def measure_curves(run: Run, prompts: Mapping[str, dict[str, torch.Tensor]]) -> BlockCurves:

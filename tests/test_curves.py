@@ -307,6 +307,16 @@ def test_other_photos_are_measured_anew_and_the_old_curves_kept(flux, colours, t
     assert (out / "earlier-1" / "block_curves.json").read_text() == before != (out / "block_curves.json").read_text()
 
 
+def test_curves_in_the_output_folder_can_be_given_and_stay_there(flux, tmp_path):
+    flux.run(flux.command(CATS, tmp_path, "--skip_ratio", 0.5))
+    file = tmp_path / "block_curves.json"
+    for flags in (("--skip_ratio", 0.6), ("--skip_ratio", 0.6, "--resume_from_checkpoint", "latest")):
+        flux.run(flux.command(CATS, tmp_path, *flags, "--block_curves", file))
+    assert report_of(tmp_path)["plan"]["skip_source"] == f"curves {file}" and file.exists()
+    flux.run(flux.command(CATS, tmp_path, "--skip_first", 1))
+    assert not file.exists() and (tmp_path / "earlier-2" / "block_curves.json").exists()
+
+
 def test_processes_share_the_measurement_and_choose_alike(flux, tmp_path):
     flags = ("--skip_ratio", 0.5, "--keep_residuals")
     done = launch(flux.file, flux.command(CATS, tmp_path / "two", *flags), processes=2)
