@@ -25,13 +25,14 @@ Sampling and Block Skipping"; docstrings name the part of it that they follow.
     6. Residual store           draws on disk: atomic, fingerprinted, checked
     7. Start and check          the first phase
     8. Prompts and class images text encoders run once per distinct prompt
-    9. LoRA and trainer         adapters on the middle blocks, optimizer, learning rate
-   10. Precompute               latents and residuals of every draw
-   11. Train                    the middle blocks, from the stored draws
-   12. Checkpoints              save and resume, bit for bit
-   13. Save                     the LoRA, images, model card, hub
-   14. Report                   seconds and bytes of every phase
-   15. Memory meter             what a training step needs, without weights or GPU
+    9. Choose blocks            which ones to skip: published, measured earlier, or measured in the run
+   10. LoRA and trainer         adapters on the middle blocks, optimizer, learning rate
+   11. Precompute               latents and residuals of every draw
+   12. Train                    the middle blocks, from the stored draws
+   13. Checkpoints              save and resume, bit for bit
+   14. Save                     the LoRA, images, model card, hub
+   15. Report                   seconds and bytes of every phase
+   16. Memory meter             what a training step needs, without weights or GPU
 """
 
 import argparse
@@ -2190,7 +2191,7 @@ def make_class_images(run: Run, prompts: Mapping[str, dict[str, torch.Tensor]]) 
 
 
 # ===================================================================================================================
-# Choose blocks: which ones to skip, by hiding the text from the image
+# 9. Choose blocks: which ones to skip, by hiding the text from the image
 # ===================================================================================================================
 
 TO_BE_MEASURED = "to be measured in this run"
@@ -2620,7 +2621,7 @@ def probe_pass(
 
 
 # ===================================================================================================================
-# 9. LoRA and trainer
+# 10. LoRA and trainer
 # ===================================================================================================================
 
 
@@ -2769,7 +2770,7 @@ def load_trainer(run: Run) -> Trainer:
 
 
 # ===================================================================================================================
-# 10. Precompute: latents and residuals of every draw
+# 11. Precompute: latents and residuals of every draw
 # ===================================================================================================================
 
 
@@ -2868,7 +2869,7 @@ def to_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict
 
 
 # ===================================================================================================================
-# 11. Train: the middle blocks, from the stored draws
+# 12. Train: the middle blocks, from the stored draws
 # ===================================================================================================================
 
 
@@ -3060,7 +3061,7 @@ def finish_step(run: Run, trainer: Trainer, prompts: Mapping[str, dict[str, torc
 
 
 # ===================================================================================================================
-# 12. Checkpoints: save and resume, bit for bit
+# 13. Checkpoints: save and resume, bit for bit
 # ===================================================================================================================
 
 CHECKPOINT_STATE = "blockskip_state.json"
@@ -3190,7 +3191,7 @@ def _remove_folder(folder: pathlib.Path) -> None:
 
 
 # ===================================================================================================================
-# 13. Save: the LoRA, images, model card, hub
+# 14. Save: the LoRA, images, model card, hub
 # ===================================================================================================================
 
 
@@ -3358,7 +3359,7 @@ def publish(run: Run, images: list[pathlib.Path]) -> None:
 
 
 # ===================================================================================================================
-# 14. Report: seconds and bytes of every phase
+# 15. Report: seconds and bytes of every phase
 # ===================================================================================================================
 
 
@@ -3467,7 +3468,7 @@ def _host_peak() -> int:
 
 
 # ===================================================================================================================
-# 15. Memory meter: what a training step needs, without weights or GPU
+# 16. Memory meter: what a training step needs, without weights or GPU
 # ===================================================================================================================
 
 
