@@ -25,15 +25,16 @@ Sampling and Block Skipping"; docstrings name the part of it that they follow.
     6. Residual store           draws on disk: atomic, fingerprinted, checked
     7. Start and check          the first phase
     8. Prompts and class images text encoders run once per distinct prompt
-    9. Quantised weights, LoRA  frozen weights in 4 or 8 bits, adapters on the middle blocks, optimizer
-      and trainer
-   10. Precompute               latents and residuals of every draw
-   11. Train                    the middle blocks, from the stored draws
-   12. Checkpoints              save and resume, bit for bit
-   13. Save                     the LoRA, images, model card, hub
-   14. Report                   seconds and bytes of every phase
-   15. Memory meter             what a training step needs, without weights or GPU
-   16. Estimates and dry run    what every phase of a run needs
+    9. Choose blocks            which ones to skip: published, measured earlier, or measured in the run
+   10. Quantised weights, LoRA  frozen weights in 4 or 8 bits, adapters on the middle blocks, optimizer
+       and trainer
+   11. Precompute               latents and residuals of every draw
+   12. Train                    the middle blocks, from the stored draws
+   13. Checkpoints              save and resume, bit for bit
+   14. Save                     the LoRA, images, model card, hub
+   15. Report                   seconds and bytes of every phase
+   16. Memory meter             what a training step needs, without weights or GPU
+   17. Estimates and dry run    what every phase of a run needs
 """
 
 import argparse
@@ -68,7 +69,14 @@ import safetensors
 import torch
 import transformers
 from accelerate import Accelerator, AutocastKwargs, InitProcessGroupKwargs
-from accelerate.utils import DistributedType, LoggerType, ProjectConfiguration, broadcast_object_list, set_seed
+from accelerate.utils import (
+    DistributedType,
+    LoggerType,
+    ProjectConfiguration,
+    broadcast_object_list,
+    gather_object,
+    set_seed,
+)
 from diffusers import BitsAndBytesConfig, FlowMatchEulerDiscreteScheduler
 from diffusers.hooks import HookRegistry, apply_group_offloading
 from diffusers.optimization import SchedulerType, get_scheduler
@@ -156,6 +164,13 @@ ABOVE_ZERO = _number(float, 0, exclusive=True)
 REAL = _number(float, -math.inf)
 
 
+def _ratio(text: str) -> float:
+    value = ABOVE_ZERO(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"must lie between 0 and 1, got {text}")
+    return value
+
+
 def _switch(text: str) -> bool:
     if text.lower() in ("true", "1", "yes"):
         return True
@@ -221,6 +236,18 @@ def add_blockskip_arguments(parser: argparse.ArgumentParser, *, resolution: int,
     group = parser.add_argument_group("BlockSkip")
     group.add_argument("--skip_first", type=COUNT, default=0, metavar="N", help="Blocks skipped at the front.")
     group.add_argument("--skip_last", type=COUNT, default=0, metavar="M", help="Blocks skipped at the back.")
+    group.add_argument(
+        "--skip_ratio",
+        type=_ratio,
+        metavar="R",
+        help="Instead of the two: choose them so that this share of all blocks is skipped where it matters least.",
+    )
+    group.add_argument(
+        "--block_curves",
+        metavar="FILE",
+        help="Curves that --skip_ratio chooses by, of examples/select_blocks.py; default: the published pairs for "
+        "FLUX.1 at 0.3, 0.4, 0.5, otherwise curves measured in this run.",
+    )
     group.add_argument(
         "--resolution", type=POSITIVE, default=resolution, help="Short edge of a photo and side of the largest crop."
     )
@@ -421,9 +448,10 @@ _CONDITIONAL_FLAGS: list[tuple[tuple[str, ...], Callable[[argparse.Namespace], b
     ),
     (
         ("residual_dtype",),
-        lambda args: args.skip_first + args.skip_last > 0,
+        lambda args: args.skip_first + args.skip_last > 0 or args.skip_ratio is not None,
         "skip blocks with --skip_first, --skip_last",
     ),
+    (("block_curves",), lambda args: args.skip_ratio is not None, "add --skip_ratio"),
     (("logging_dir",), lambda args: args.report_to != "none", "choose a tracker with --report_to"),
     (("hub_token", "hub_model_id"), lambda args: args.push_to_hub, "add --push_to_hub"),
     (("dry_run_json", "device_memory_gb"), lambda args: args.dry_run, "add --dry_run"),
@@ -439,6 +467,8 @@ def flag_problems(args: argparse.Namespace, family: "ModelFamily") -> Iterator[s
                 yield f"--{flag} has no effect here: {remedy}, or leave it out"
     yield from family.flag_problems(args, defaults)
     yield from _size_problems(args, family.layout.pixels_per_token)
+    if args.skip_ratio is not None and args.skip_first + args.skip_last > 0:
+        yield "--skip_ratio chooses --skip_first and --skip_last itself: leave out the ratio, or these two"
     if args.patch_schedule in ("reverse", "random") and args.patch_resolution == args.resolution:
         yield f"--patch_schedule {args.patch_schedule} has no effect here: --patch_resolution equals --resolution"
     if args.revision and os.path.isdir(args.pretrained_model_name_or_path):
@@ -736,6 +766,8 @@ class BlockLayout:
             they return is a constant of a draw.
         pixels_per_token: Side of an image token in pixels.
         text_tokens: Length of an encoded prompt.
+        text_attention: The layer of a block through which the image attends to the text.
+        published_pairs: For models by the length of their stacks: the paper's (skip_first, skip_last), by their sum.
     """
 
     stacks: tuple[str, ...]
@@ -745,6 +777,8 @@ class BlockLayout:
     modulations: tuple[str, ...]
     pixels_per_token: int
     text_tokens: int
+    text_attention: str
+    published_pairs: Mapping[tuple[int, ...], Mapping[int, tuple[int, int]]]
 
 
 LAYOUTS = {
@@ -769,6 +803,8 @@ LAYOUTS = {
         modulations=("norm1.linear", "norm1_context.linear", "norm.linear"),
         pixels_per_token=16,  # 8 pixels to a latent cell, 2 x 2 cells to a token
         text_tokens=512,
+        text_attention="attn",
+        published_pairs={(19, 38): {17: (7, 10), 23: (13, 10), 29: (19, 10)}},  # 30, 40 and 50 % of FLUX.1-dev
     ),
     "SanaTransformer2DModel": BlockLayout(
         stacks=("transformer_blocks",),
@@ -778,6 +814,8 @@ LAYOUTS = {
         modulations=(),  # one layer in front of all blocks makes them
         pixels_per_token=32,  # 32 pixels to a latent cell, which is a token
         text_tokens=300,
+        text_attention="attn2",
+        published_pairs={},
     ),
 }
 
@@ -1128,7 +1166,7 @@ class Plan:
 
     Attributes:
         depth: Blocks of the transformer, over all stacks.
-        skip_source: Where the skip counts came from.
+        skip_source: Where the skip counts came from. While they are to be measured, only their sum is settled.
         resolution, patch_resolution, pixel_multiple: Pixels.
         samples_per_epoch: Photos times repeats.
         num_processes, batch_size, accumulation: One optimizer step trains on their product of samples.
@@ -1165,6 +1203,11 @@ class Plan:
         return self.skip_first + self.skip_last > 0
 
     @property
+    def pair_is_open(self) -> bool:
+        """Whether phase 3 still has to measure which blocks are skipped."""
+        return self.skip_source == TO_BE_MEASURED
+
+    @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps in which every photo has been seen `repeats` times, as the official scripts count them."""
         return _steps_per_epoch(self.samples_per_epoch, self.num_processes, self.batch_size, self.accumulation)
@@ -1194,6 +1237,8 @@ class Plan:
             if self.skips_blocks
             else f"skips no block and trains all {self.depth} (--skip_first, --skip_last choose otherwise)"
         )
+        if self.pair_is_open:
+            blocks = f"trains {trained} of {self.depth} blocks; which ones to skip is {self.skip_source}"
         crops = (
             "whole squares"
             if self.patch_schedule == "none"
@@ -1576,7 +1621,8 @@ class ModelFamily:
         encode_prompt: (run, pipeline, prompt) -> tensors of one prompt, each (1, ...).
         encode_pixels: (vae, pixels (B, 3, H, W), generators) -> latents (B, C, h, w).
         predict_velocity: (run, transformer, noisy latents, timesteps (B,), prompt tensors) -> velocity (B, C, h, w).
-        generate_images: (run, pipeline, tensors by prompt, prompt, generators) -> PIL images, one per generator.
+        generate_images: (run, pipeline, tensors by prompt, prompt, generators, **options) -> PIL images, one per
+            generator; options go to the pipeline.
     """
 
     name: str
@@ -1731,8 +1777,8 @@ def check(args: argparse.Namespace, family: ModelFamily, accelerator: Accelerato
     check_shapes(family, model_folder, transformer.config)
     scheduler = family.load_scheduler(model_folder, args)
     seed = choose_seed(args, accelerator, checkpoint)
-    dtype = DTYPES[accelerator.mixed_precision]
-    plan = make_plan(args, family, transformer, len(photos), seed, accelerator.num_processes, dtype)
+    dtype, count = DTYPES[accelerator.mixed_precision], accelerator.num_processes
+    plan = make_plan(args, family, transformer, len(photos), seed, count, dtype, checkpoint)
     run = Run(
         args=args,
         family=family,
@@ -1885,22 +1931,15 @@ def make_plan(
     seed: int,
     num_processes: int,
     weight_dtype: torch.dtype,
+    checkpoint: pathlib.Path | None = None,
 ) -> Plan:
     """Fix every number of the run; refuses skip counts and LoRA layers that the transformer does not allow."""
     depth = len(named_blocks(transformer))
-    layers = [
-        name.strip() for name in (args.lora_layers or "").split(",") if name.strip()
-    ] or family.layout.lora_layers
+    first, last, source = skip_counts(args, transformer, checkpoint)
     try:
-        check_skip_counts(depth, args.skip_first, args.skip_last)
+        check_skip_counts(depth, first, last)
     except ValueError as problem:
         refuse(f"--skip_first, --skip_last: {problem}")
-    try:
-        targets = lora_target_names(transformer, args.skip_first, args.skip_last, layers)
-    except ValueError as problem:
-        refuse(f"--lora_layers: {problem}")
-    modulations = modulation_names(transformer, args.skip_first, args.skip_last, targets)
-    bytes_per_draw = draw_bytes(args, family, transformer, modulations, weight_dtype)
     samples = num_photos * args.repeats
     per_step = num_processes * args.train_batch_size * args.gradient_accumulation_steps
     max_steps = args.max_train_steps or 500
@@ -1921,9 +1960,9 @@ def make_plan(
     return Plan(
         model=family.name,
         depth=depth,
-        skip_first=args.skip_first,
-        skip_last=args.skip_last,
-        skip_source="as given",
+        skip_first=first,
+        skip_last=last,
+        skip_source=source,
         resolution=args.resolution,
         patch_resolution=args.patch_resolution,
         pixel_multiple=family.layout.pixels_per_token,
@@ -1936,33 +1975,48 @@ def make_plan(
         max_steps=max_steps,
         period_steps=period_steps,
         num_draws=num_draws,
-        bytes_per_draw=bytes_per_draw * (2 if args.with_prior_preservation else 1),
-        lora_targets=tuple(targets),
-        modulations=tuple(modulations),
+        **of_skip_counts(args, family, transformer, first, last, weight_dtype),
     )
 
 
-def draw_bytes(
+def of_skip_counts(
     args: argparse.Namespace,
     family: ModelFamily,
     transformer: nn.Module,
-    modulations: list[str],
+    first: int,
+    last: int,
     weight_dtype: torch.dtype,
-) -> int:
-    """Bytes on disk of one draw: residuals of both streams in front, of the image's behind, latents, modulations."""
+) -> dict[str, Any]:
+    """The entries of the plan that depend on the skip counts; refuses LoRA layers that they leave none of."""
+    names = [name.strip() for name in (args.lora_layers or "").split(",") if name.strip()]
+    try:
+        targets = lora_target_names(transformer, first, last, names or family.layout.lora_layers)
+    except ValueError as problem:
+        refuse(f"--lora_layers: {problem}")
+    modulations = modulation_names(transformer, first, last, targets)
+    modulation_width = sum(transformer.get_submodule(name).out_features for name in modulations)
+    header = 2048 + 128 * len(modulations)  # about
+    bytes_per_draw = draw_bytes(args, family, transformer, first, last)
+    bytes_per_draw += modulation_width * weight_dtype.itemsize + header
+    return {
+        "bytes_per_draw": bytes_per_draw * (2 if args.with_prior_preservation else 1),
+        "lora_targets": tuple(targets),
+        "modulations": tuple(modulations),
+    }
+
+
+def draw_bytes(args: argparse.Namespace, family: ModelFamily, transformer: nn.Module, first: int, last: int) -> int:
+    """Bytes of a draw's latents in fp32, and of its residuals, of both streams in front and of the image's behind."""
     config = transformer.config
     image_tokens = (args.patch_resolution // family.layout.pixels_per_token) ** 2
     width = config.num_attention_heads * config.attention_head_dim
     has_text_stream = "encoder_hidden_states" in block_layout(transformer).returns
     tokens = 0
-    if args.skip_first:
+    if first:
         tokens += image_tokens + (args.max_sequence_length if has_text_stream else 0)
-    if args.skip_last:
+    if last:
         tokens += image_tokens
-    residuals = tokens * width * DTYPES[args.residual_dtype].itemsize
-    modulation_width = sum(transformer.get_submodule(name).out_features for name in modulations)
-    header = 2048 + 128 * len(modulations)  # about
-    return residuals + image_tokens * config.in_channels * 4 + modulation_width * weight_dtype.itemsize + header
+    return tokens * width * DTYPES[args.residual_dtype].itemsize + image_tokens * config.in_channels * 4
 
 
 def photos_digest(photos: list[Photo]) -> str:
@@ -2018,6 +2072,7 @@ def check_residual_folder(run: Run) -> None:
         return
     found, wanted = manifest["fingerprint"], fingerprint(run, Period(0, 0, 0), None)
     ignored = {"period"} | ({"class images"} if run.class_photos_missing else set())
+    ignored |= {"skip counts"} if run.plan.pair_is_open else set()
     differing = [name for name in wanted if name not in ignored and found.get(name) != wanted[name]]
     if differing:
         refuse(
@@ -2038,6 +2093,7 @@ def check_disk(plan: Plan, store: ResidualStore) -> None:
         )
 
 
+PAIR = "the skip counts"
 MAY_CHANGE_ON_RESUME = frozenset(
     [
         "pretrained_model_name_or_path",
@@ -2081,6 +2137,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "dry_run",
         "dry_run_json",
         "device_memory_gb",
+        "block_curves",
     ]
 )
 
@@ -2091,6 +2148,7 @@ def run_settings(run: Run) -> dict[str, Any]:
     settings = {
         **flags,
         "--seed": run.plan.seed,
+        PAIR: None if run.plan.pair_is_open else [run.plan.skip_first, run.plan.skip_last],
         "--mixed_precision": run.accelerator.mixed_precision,
         "--bnb_quantization_config_path": quantization_settings(run),
         "the number of processes": run.plan.num_processes,
@@ -2106,7 +2164,10 @@ def is_finished(run: Run) -> bool:
         return False
     try:
         report = json.loads((run.output / "run_report.json").read_text())
-        return report["steps"] >= run.plan.max_steps and report["settings"] == run_settings(run)
+        then, now = report["settings"], run_settings(run)
+        if run.plan.pair_is_open:  # the finished run had measured it
+            now[PAIR] = then[PAIR]
+        return report["steps"] >= run.plan.max_steps and then == now
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -2125,6 +2186,7 @@ def set_earlier_run_aside(run: Run) -> None:
     if not run.checkpoint:
         logs = (run.output / run.args.logging_dir).resolve()
         own = [run.output / "validation"] + ([logs] if logs.parent == run.output.resolve() else [])
+        own += [] if reads_own_curves(run) else [run.output / CURVES_FILE]
         products += [path for path in own if path.exists()]
     if not products:
         return
@@ -2158,24 +2220,29 @@ def start_trackers(run: Run) -> None:
 # ===================================================================================================================
 
 
-@torch.no_grad()
 def encode_prompts(run: Run) -> dict[str, dict[str, torch.Tensor]]:
-    """Phase 2: run the text encoders once per distinct prompt, then let go of them.
-
-    Returns:
-        For each prompt its tensors, (1, ...), in host memory.
-    """
+    """Phase 2: encode every prompt that the run will use."""
     args = run.args
     prompts = [photo.caption for photo in run.photos]
     prompts += [args.class_prompt] if args.with_prior_preservation else []
     prompts += [args.validation_prompt] if run.validates_in_training else []
     prompts += run.family.extra_prompts if run.validates_in_training or run.class_photos_missing else []
+    return encode_each(run, prompts)
+
+
+@torch.no_grad()
+def encode_each(run: Run, prompts: Iterable[str]) -> dict[str, dict[str, torch.Tensor]]:
+    """Run the text encoders once per distinct prompt, then let go of them.
+
+    Returns:
+        For each prompt its tensors, (1, ...), in host memory.
+    """
     pipeline = run.family.pipeline_class.from_pretrained(
         run.model_folder,
         transformer=None,
         vae=None,
         torch_dtype=run.weight_dtype,
-        variant=args.variant,
+        variant=run.args.variant,
         use_safetensors=True,
     )
     for component in pipeline.components.values():
@@ -2307,7 +2374,437 @@ def make_class_images(run: Run, prompts: Mapping[str, dict[str, torch.Tensor]]) 
 
 
 # ===================================================================================================================
-# 9. Quantised weights, LoRA and trainer
+# 9. Choose blocks: which ones to skip, by hiding the text from the image
+# ===================================================================================================================
+
+TO_BE_MEASURED = "to be measured in this run"
+CURVES_FILE = "block_curves.json"
+PROBE_DRAWS = 8  # noisy latents that a run measures with: each a photo at another noise level
+WINDOW_SHARE = 14 / 57  # of the depth: the paper's sliding window on FLUX.1-dev
+
+
+@contextlib.contextmanager
+def mask_text(transformer: nn.Module, blocks: Iterable[int]) -> Iterator[None]:
+    """Hide the text from the image in some blocks, as the paper's block selection does; nothing else changes.
+
+    Within the context the scores of image queries for text keys are masked out in these blocks. In a joint attention
+    (FLUX) the image then attends to the image alone, and the text still to both. A cross-attention (SANA) has no other
+    keys: its sum over none of them is zero, and of the layer only the bias of its output is left. A prompt's pooled
+    embedding, which FLUX adds to the timestep's, is no key and stays.
+
+    LoRA, quantised weights, offloading and gradient checkpointing may be in place. Of diffusers' attention backends,
+    those that take no mask cannot be used meanwhile.
+
+    Args:
+        transformer: With all its blocks.
+        blocks: Indices in data order, counted over all stacks; none of them is allowed.
+
+    Raises:
+        ValueError: There is no block of such an index; the message names the depth.
+        RuntimeError: Blocks of the transformer are skipped at the moment.
+    """
+    layout, named = block_layout(transformer), list(named_blocks(transformer).values())
+    indices = sorted(set(blocks))
+    if indices and not 0 <= indices[0] <= indices[-1] < len(named):
+        raise ValueError(f"blocks to mask must lie from 0 to {len(named) - 1}, got {indices} of {len(named)}")
+    if any(isinstance(block, _SkippedBlock) for block in named):
+        raise RuntimeError("text is masked in the full model: call restore() on the handle of skip_blocks first")
+    hooks = []
+    try:
+        for index in indices:
+            if "encoder_hidden_states" in layout.returns:  # text and image attend to each other
+                hooks.append(named[index].register_forward_pre_hook(_mask_joint_attention, with_kwargs=True))
+            else:
+                attention = named[index].get_submodule(layout.text_attention)
+                hooks.append(attention.to_out[0].register_forward_pre_hook(_attend_to_nothing))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _mask_joint_attention(block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Give a block's attention a mask that hides the text, which comes first, from the image."""
+    bound = inspect.signature(block.forward).bind(*args, **kwargs)
+    inputs = bound.arguments
+    text, image = (inputs[stream].shape[1] for stream in ("encoder_hidden_states", "hidden_states"))
+    # not of two dimensions, which some attention backends take for (B, keys)
+    visible = torch.ones(1, 1, text + image, text + image, dtype=torch.bool, device=inputs["hidden_states"].device)
+    visible[..., text:, :text] = False  # rows are queries
+    inputs["joint_attention_kwargs"] = {**(inputs.get("joint_attention_kwargs") or {}), "attention_mask": visible}
+    return bound.args, bound.kwargs
+
+
+def _attend_to_nothing(output_layer: nn.Module, args: tuple) -> tuple:
+    """Feed an attention's output layer what attending to no key gives: zeros."""
+    return (torch.zeros_like(args[0]), *args[1:])
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCurves:
+    """How far the output moves when the text is hidden from the image in some blocks; 0 is not at all.
+
+    Each entry is a mean over samples of 1 - cosine between the output and the one with nothing masked, in [0, 2].
+
+    Attributes:
+        depth: Blocks of the model.
+        first, last: Entry i is with the first, or last, i blocks masked, for i from 0 to depth - 1.
+        window: Entry i is with `window_size` blocks from block i on masked.
+        window_size: Blocks of the sliding window.
+        metric: "prediction" compares velocities, "image" embeddings of generated images.
+        samples: How many the mean is over.
+        measured_on: Names what was measured: model, LoRAs, prompts and so on. Only for readers.
+    """
+
+    depth: int
+    first: tuple[float, ...]
+    last: tuple[float, ...]
+    window: tuple[float, ...] = ()
+    window_size: int = 0
+    metric: str = "unknown"
+    samples: int = 0
+    measured_on: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def save(self, path: pathlib.Path) -> None:
+        """Write the curves as JSON, atomically."""
+        text = json.dumps(dataclasses.asdict(self), indent=2)
+        write_atomically(path, lambda partial: partial.write_text(text))
+
+    @classmethod
+    def load(cls, path: pathlib.Path) -> "BlockCurves":
+        """Read curves; ValueError, in words that go behind the file's name, if it does not hold any."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as problem:
+            raise ValueError(f"cannot be read: {problem.strerror}") from None
+        except ValueError:
+            raise ValueError("is not JSON") from None
+        if not isinstance(content, dict) or not {"depth", "first", "last"} <= content.keys():
+            raise ValueError("holds no curves of blocks: it must be an object with depth, first and last")
+        given = {field.name: content[field.name] for field in dataclasses.fields(cls) if field.name in content}
+        curves = cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+        curves._check()
+        return curves
+
+    def _check(self) -> None:
+        if type(self.depth) is not int or self.depth < 1:
+            raise ValueError(f"has {self.depth!r} as depth")
+        if type(self.window_size) is not int or not 0 <= self.window_size <= self.depth:
+            raise ValueError(f"has {self.window_size!r} as window_size")
+        lengths = {"first": self.depth, "last": self.depth}
+        lengths |= {"window": self.depth - self.window_size + 1} if self.window else {}
+        for name, length in lengths.items():
+            values = getattr(self, name)
+            if not isinstance(values, tuple) or len(values) != length:
+                raise ValueError(f"has no list of {length} numbers as {name}, though its depth is {self.depth}")
+            if not all(type(value) in (int, float) and 0 <= value <= 2 for value in values):
+                raise ValueError(f"has something else than distances from 0 to 2 in {name}")
+
+
+def window_size(depth: int) -> int:
+    """Blocks of the sliding window in a model of `depth` blocks: 14 of 57, as in the paper, or the same share."""
+    return max(1, math.floor(WINDOW_SHARE * depth + 0.5))
+
+
+def block_masks(depth: int) -> list[tuple[int, int]]:
+    """The sets of blocks that the curves need masked, each once: (start, end), end not included."""
+    size = window_size(depth)
+    first = [(0, n) for n in range(1, depth)]
+    last = [(depth - m, depth) for m in range(1, depth)]
+    window = [(start, start + size) for start in range(depth - size + 1)]
+    return list(dict.fromkeys(first + last + window))
+
+
+def cosine_distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """1 - cosine of the angle between two tensors taken as vectors; exactly 0 for equal ones.
+
+    FloatingPointError if one of them is not finite.
+    """
+    one, other = (nn.functional.normalize(tensor.detach().flatten().double().cpu(), dim=0) for tensor in (one, other))
+    distance = 0.5 * (one - other).square().sum().item()  # the same number, without the cancellation near 0
+    if not math.isfinite(distance):
+        raise FloatingPointError("what the model returns is not a finite number")
+    return distance
+
+
+def measure_distances(
+    transformer: nn.Module,
+    samples: Mapping[str, Callable[[], torch.Tensor]],
+    *,
+    known: Mapping[str, Mapping[str, float]] | None = None,
+    on_distance: Callable[[str, str, float], None] = lambda *_: None,
+    show_progress: bool = True,
+) -> dict[str, dict[str, float]]:
+    """Compare each sample's output with its outputs under every mask of `block_masks` (the paper's block selection).
+
+    Args:
+        transformer: Is masked while samples are taken.
+        samples: By name, functions that run the model and return what is compared: a velocity, an embedding.
+        known: Distances measured earlier, as returned; they are not measured again.
+        on_distance: Is told (sample, mask, distance) of each new one.
+        show_progress: Whether to draw a progress bar.
+
+    Returns:
+        For each sample the distance by mask, "start-end".
+    """
+    masks = {f"{start}-{end}": range(start, end) for start, end in block_masks(len(named_blocks(transformer)))}
+    distances = {name: dict((known or {}).get(name, {})) for name in samples}
+    bar = tqdm(total=len(samples) * len(masks), desc="choose blocks", disable=not show_progress)
+    for name, take in samples.items():
+        missing = [mask for mask in masks if mask not in distances[name]]
+        bar.update(len(masks) - len(missing))
+        reference = take() if missing else None
+        for mask in missing:
+            with mask_text(transformer, masks[mask]):
+                distances[name][mask] = cosine_distance(reference, take())
+            on_distance(name, mask, distances[name][mask])
+            bar.update()
+    bar.close()
+    return distances
+
+
+def make_curves(
+    depth: int, metric: str, distances: Iterable[Mapping[str, float]], measured_on: Mapping[str, Any]
+) -> BlockCurves:
+    """The curves from the distances of each sample, by mask, as `measure_distances` finds them."""
+    distances, size = list(distances), window_size(depth)
+
+    def mean(start: int, end: int) -> float:
+        if start == end:
+            return 0.0
+        return math.fsum(of_sample[f"{start}-{end}"] for of_sample in distances) / len(distances)
+
+    return BlockCurves(
+        depth=depth,
+        first=tuple(mean(0, n) for n in range(depth)),
+        last=tuple(mean(depth - m, depth) for m in range(depth)),
+        window=tuple(mean(start, start + size) for start in range(depth - size + 1)),
+        window_size=size,
+        metric=metric,
+        samples=len(distances),
+        measured_on=dict(measured_on),
+    )
+
+
+def skip_count(ratio: float, depth: int) -> int:
+    """How many of `depth` blocks a ratio skips: the nearest whole number, halves up."""
+    return math.floor(ratio * depth + 0.5)
+
+
+def choose_skip_counts(curves: BlockCurves, count: int, parameters: Iterable[int]) -> tuple[int, int]:
+    """The pair (first, last) of `count` blocks in sum whose masking moves the output least (the paper's selection).
+
+    That is the least first[n] + last[m] over n + m = count. Of pairs that are equal to nine decimals, which is finer
+    than any model computes, the one is taken whose skipped blocks hold most parameters, and then the one with more
+    blocks at the front, where residuals are exact.
+
+    Args:
+        curves: Of the model, any number of blocks.
+        count: From 0 to depth - 1.
+        parameters: Of each block, in data order.
+
+    Raises:
+        ValueError: The count leaves no block to train, or `parameters` are of another model.
+    """
+    sizes = list(parameters)
+    check_skip_counts(curves.depth, count, 0)
+    if len(sizes) != curves.depth:
+        raise ValueError(f"the curves are of {curves.depth} blocks, the parameters of {len(sizes)}")
+
+    def rank(first: int) -> tuple[float, int, int]:
+        last = count - first
+        skipped = sum(sizes[:first]) + sum(sizes[len(sizes) - last :])
+        return round(curves.first[first] + curves.last[last], 9), -skipped, -first
+
+    first = min(range(count + 1), key=rank)
+    return first, count - first
+
+
+def block_parameters(transformer: nn.Module) -> list[int]:
+    """Parameters of each block, in data order."""
+    return [sum(p.numel() for p in block.parameters()) for block in named_blocks(transformer).values()]
+
+
+def skip_counts(
+    args: argparse.Namespace, transformer: nn.Module, checkpoint: pathlib.Path | None
+) -> tuple[int, int, str]:
+    """The pair of skip counts that flags, files and publications settle, and where it came from.
+
+    With `--skip_ratio`, in this order: measured curves, the paper's pairs, what the run to be resumed had chosen.
+    Where none is there, the pair is open until phase 3 and both ends get half: as many residuals as any pair has.
+    """
+    depth = len(named_blocks(transformer))
+    if args.skip_ratio is None:
+        return args.skip_first, args.skip_last, "as given"
+    count = skip_count(args.skip_ratio, depth)
+    if not 0 < count < depth:
+        effect = "skips none" if count == 0 else "leaves none to train"
+        nearest = math.ceil(500 / depth) / 1000 if count == 0 else (depth - 1) / depth
+        refuse(f"--skip_ratio {args.skip_ratio} of {depth} blocks {effect}: try {nearest:.3g}")
+    if args.block_curves:
+        curves = _read_curves(args.block_curves, depth)
+        return *choose_skip_counts(curves, count, block_parameters(transformer)), f"curves {args.block_curves}"
+    layout = block_layout(transformer)
+    stacks = tuple(len(getattr(transformer, stack)) for stack in layout.stacks)
+    if pair := layout.published_pairs.get(stacks, {}).get(count):
+        return *pair, f"published for {count} of {depth} blocks in arXiv 2603.20755"
+    if checkpoint:
+        plan = read_checkpoint_state(checkpoint)["plan"]
+        if plan["skip_first"] + plan["skip_last"] == count and plan["depth"] == depth:
+            return plan["skip_first"], plan["skip_last"], plan["skip_source"]
+    return count - count // 2, count // 2, TO_BE_MEASURED
+
+
+def _read_curves(file: str, depth: int) -> BlockCurves:
+    try:
+        curves = BlockCurves.load(pathlib.Path(file))
+    except ValueError as problem:
+        refuse(f"--block_curves {file} {problem}: measure it with examples/select_blocks.py")
+    if curves.depth != depth:
+        refuse(f"--block_curves {file} is of a model of {curves.depth} blocks, and this one has {depth}: measure anew")
+    return curves
+
+
+def choose_blocks(run: Run, prompts: Mapping[str, dict[str, torch.Tensor]]) -> None:
+    """Phase 3, with --skip_ratio: settle which blocks are skipped, measuring it where nothing else says it.
+
+    The curves are kept in OUTPUT/block_curves.json; a run that is begun again finds them there.
+    """
+    if run.plan.pair_is_open:
+        stored = [stored_curves(run) if run.accelerator.is_main_process else None]
+        broadcast_object_list(stored)  # whether to measure is for one process to say
+        complete_plan(run, stored[0] or measure_curves(run, prompts))
+        check_residual_folder(run)  # in the check phase the counts were not known
+        check_disk(run.plan, run.store())
+        estimate_run(run)
+    logger.info(run.plan.describe()[0])
+
+
+def complete_plan(run: Run, curves: BlockCurves) -> None:
+    """Put the pair that the curves choose into the run's plan, and all that depends on it."""
+    plan = run.plan
+    with torch.device("meta"):
+        transformer = run.family.transformer_class.from_config(run.transformer_config)
+    count = plan.skip_first + plan.skip_last
+    first, last = choose_skip_counts(curves, count, block_parameters(transformer))
+    run.plan = dataclasses.replace(
+        plan,
+        skip_first=first,
+        skip_last=last,
+        skip_source="measured in this run",
+        **of_skip_counts(run.args, run.family, transformer, first, last, run.weight_dtype),
+    )
+
+
+def curves_fingerprint(run: Run) -> dict[str, Any]:
+    """Everything that curves measured in a run depend on, by name."""
+    of_training = ("skip counts", "period", "class images", "prior loss weight", "repeats", "processes", "cropping")
+    wanted = {k: v for k, v in fingerprint(run, Period(0, 0, 0), None).items() if k not in of_training}
+    return json.loads(json.dumps(wanted))
+
+
+def stored_curves(run: Run) -> BlockCurves | None:
+    """The curves in the output folder, if this run would measure the same ones."""
+    with contextlib.suppress(ValueError):
+        curves = BlockCurves.load(run.output / CURVES_FILE)
+        if curves.depth == run.plan.depth and curves.measured_on == curves_fingerprint(run):
+            return curves
+    return None
+
+
+def reads_own_curves(run: Run) -> bool:
+    """Whether the curves in the output folder are those that this run goes by, or would measure again."""
+    if run.args.block_curves:
+        return os.path.realpath(run.args.block_curves) == os.path.realpath(run.output / CURVES_FILE)
+    return run.plan.pair_is_open and stored_curves(run) is not None
+
+
+def measure_curves(run: Run, prompts: Mapping[str, dict[str, torch.Tensor]]) -> BlockCurves:
+    """Measure the curves of the frozen model on noisy latents of the subject's photos, shared among the processes."""
+    accelerator = run.accelerator
+    mine = probe_latents(run)[accelerator.process_index :: accelerator.num_processes]
+    transformer = load_transformer(run, run.weight_dtype)
+    place(run, transformer)
+    samples = {
+        draw.name: functools.partial(
+            probe_pass, run, transformer, noisy.to(accelerator.device), draw.timestep, prompts[draw.prompt]
+        )
+        for draw, noisy in mine
+    }
+    try:
+        measured = measure_distances(transformer, samples, show_progress=accelerator.is_local_main_process)
+    except FloatingPointError as problem:
+        refuse(f"--skip_ratio cannot measure: {problem}; use --mixed_precision bf16 or no", every_process=True)
+    del transformer, samples
+    free_memory()
+    everything = dict(gather_object(list(measured.items())))  # from all processes, to all
+    distances = [everything[name] for name in sorted(everything)]
+    curves = make_curves(run.plan.depth, "prediction", distances, curves_fingerprint(run))
+    if accelerator.is_main_process:
+        run.output.mkdir(parents=True, exist_ok=True)
+        curves.save(run.output / CURVES_FILE)
+    accelerator.wait_for_everyone()
+    return curves
+
+
+def probe_draws(run: Run) -> list[Draw]:
+    """The fixed draws that blocks are judged by: the photos in turn, at noise levels spread evenly over the table.
+
+    Each is cropped from the middle, to the side that training would take at its noise level.
+    """
+    plan, timesteps, sigmas = run.plan, run.scheduler.timesteps.tolist(), run.scheduler.sigmas.tolist()
+    draws = []
+    for number in range(PROBE_DRAWS):
+        entry = int((number + 0.5) / PROBE_DRAWS * len(timesteps))
+        key = f"{plan.seed}/probe/{number}"
+        sizes = (plan.patch_resolution, plan.resolution, plan.pixel_multiple, plan.patch_schedule)
+        photo = number % len(run.photos)
+        draws.append(
+            Draw(
+                key=key,
+                name=f"probe-{number:03d}",
+                kind="instance",
+                photo=photo,
+                prompt=run.photos[photo].caption,
+                timestep=timesteps[entry],
+                sigma=sigmas[entry],
+                patch_size=patch_size(sigmas[entry], *sizes, keyed_generator(key, "size")),
+                left=0.5,
+                top=0.5,
+                flip=False,
+                weight=1.0,
+            )
+        )
+    return draws
+
+
+@torch.no_grad()
+def probe_latents(run: Run) -> list[tuple[Draw, torch.Tensor]]:
+    """The draws of `probe_draws` with their noisy latents (1, C, h, w), fp32 in host memory; the VAE is let go."""
+    vae, device = load_vae(run), run.accelerator.device
+    place(run, vae)
+    noisy = []
+    for draw in probe_draws(run):
+        pixels = crop_photo(run.photos[draw.photo], draw, run.args, run.plan.patch_resolution)[None]
+        latents = run.family.encode_pixels(vae, pixels.to(device), [draw.generator("vae")]).float().cpu()
+        noise = draw.noise(latents.shape[1:])[None]
+        noisy.append((draw, add_noise(latents, noise, torch.tensor([draw.sigma]))))
+    del vae
+    free_memory()
+    return noisy
+
+
+@torch.no_grad()
+def probe_pass(
+    run: Run, transformer: nn.Module, noisy: torch.Tensor, timestep: float, embeddings: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """One forward pass of the full model: the velocity for noisy latents (1, C, h, w) on the device, in that shape."""
+    timesteps = torch.tensor([timestep], device=noisy.device)
+    return run.family.predict_velocity(run, transformer, noisy, timesteps, to_device(embeddings, noisy.device))
+
+
+# ===================================================================================================================
+# 10. Quantised weights, LoRA and trainer
 # ===================================================================================================================
 
 
@@ -2606,7 +3103,7 @@ def load_trainer(run: Run) -> Trainer:
 
 
 # ===================================================================================================================
-# 10. Precompute: latents and residuals of every draw
+# 11. Precompute: latents and residuals of every draw
 # ===================================================================================================================
 
 
@@ -2719,7 +3216,7 @@ def to_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict
 
 
 # ===================================================================================================================
-# 11. Train: the middle blocks, from the stored draws
+# 12. Train: the middle blocks, from the stored draws
 # ===================================================================================================================
 
 
@@ -2926,7 +3423,7 @@ def finish_step(run: Run, trainer: Trainer, prompts: Mapping[str, dict[str, torc
 
 
 # ===================================================================================================================
-# 12. Checkpoints: save and resume, bit for bit
+# 13. Checkpoints: save and resume, bit for bit
 # ===================================================================================================================
 
 CHECKPOINT_STATE = "blockskip_state.json"
@@ -3056,7 +3553,7 @@ def _remove_folder(folder: pathlib.Path) -> None:
 
 
 # ===================================================================================================================
-# 13. Save: the LoRA, images, model card, hub
+# 14. Save: the LoRA, images, model card, hub
 # ===================================================================================================================
 
 
@@ -3225,7 +3722,7 @@ def publish(run: Run, images: list[pathlib.Path]) -> None:
 
 
 # ===================================================================================================================
-# 14. Report: seconds and bytes of every phase
+# 15. Report: seconds and bytes of every phase
 # ===================================================================================================================
 
 
@@ -3343,7 +3840,7 @@ def _host_peak() -> int:
 
 
 # ===================================================================================================================
-# 15. Memory meter: what a training step needs, without weights or GPU
+# 16. Memory meter: what a training step needs, without weights or GPU
 # ===================================================================================================================
 
 
@@ -3618,7 +4115,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 # ===================================================================================================================
-# 16. Estimates and dry run: what every phase of a run needs
+# 17. Estimates and dry run: what every phase of a run needs
 # ===================================================================================================================
 
 
@@ -3896,7 +4393,7 @@ def estimate_run(run: Run) -> None:
     """Put the estimates beside what the report will measure, and warn where the device at hand is too small."""
     if not run.accelerator.is_main_process:
         return
-    run.report.estimates = {phase.name: phase for phase in estimate_phases(run, counts_flops=False)}
+    run.report.estimates |= {phase.name: phase for phase in estimate_phases(run, counts_flops=False)}
     if run.accelerator.device.type != "cuda":
         return
     memory = torch.cuda.get_device_properties(run.accelerator.device).total_memory

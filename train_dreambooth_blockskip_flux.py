@@ -29,6 +29,7 @@ The method is arXiv 2603.20755; blockskip_utils.py holds it, and all that this s
 
 import argparse
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
@@ -153,14 +154,20 @@ def generate_images(
     prompts: Mapping[str, Mapping[str, torch.Tensor]],
     prompt: str,
     generators: list[torch.Generator],
+    **options: Any,
 ) -> list[Image.Image]:
-    """Draw one image per generator at `--resolution`, decoding in the VAE's own precision."""
+    """Draw one image per generator at `--resolution`, decoding in the VAE's own precision.
+
+    `options` go to the pipeline.
+    """
     size, vae, device = run.args.resolution, pipeline.vae, run.accelerator.device
     embeddings = {
         name: tensor.to(device, pipeline.transformer.dtype).repeat_interleave(len(generators), dim=0)
         for name, tensor in prompts[prompt].items()
     }
-    packed = pipeline(**embeddings, height=size, width=size, generator=generators, output_type="latent").images
+    packed = pipeline(
+        **embeddings, height=size, width=size, generator=generators, output_type="latent", **options
+    ).images
     latents = FluxPipeline._unpack_latents(packed, size, size, pipeline.vae_scale_factor).to(vae.dtype)
     latents = latents / vae.config.scaling_factor + vae.config.shift_factor  # (B, C, h, w)
     images = vae.decode(latents, return_dict=False)[0]
@@ -204,6 +211,9 @@ def main(args: argparse.Namespace) -> None:
         prompts = blockskip.encode_prompts(run)
     with report.phase("class images"):
         blockskip.make_class_images(run, prompts)
+    if args.skip_ratio is not None:
+        with report.phase("choose blocks"):
+            blockskip.choose_blocks(run, prompts)
     with report.phase("load"):
         trainer = blockskip.load_trainer(run)
     for period in run.plan.periods(trainer.step):

@@ -33,6 +33,7 @@ import inspect
 import json
 import pathlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline, SanaTransformer2DModel
@@ -142,8 +143,12 @@ def generate_images(
     prompts: Mapping[str, Mapping[str, torch.Tensor]],
     prompt: str,
     generators: list[torch.Generator],
+    **options: Any,
 ) -> list[Image.Image]:
-    """Draw one image per generator at `--resolution`, decoding in the VAE's own precision."""
+    """Draw one image per generator at `--resolution`, decoding in the VAE's own precision.
+
+    `options` go to the pipeline.
+    """
     size, vae, device = run.args.resolution, pipeline.vae, run.accelerator.device
     embeddings = {
         f"{prefix}{name}": tensor.to(device).repeat_interleave(len(generators), dim=0)
@@ -157,6 +162,7 @@ def generate_images(
         width=size,
         generator=generators,
         output_type="latent",
+        **options,
         use_resolution_binning=False,  # else the size would be snapped to a table of the model's
     ).images  # (B, C, h, w)
     images = vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor, return_dict=False)[0]
@@ -200,6 +206,9 @@ def main(args: argparse.Namespace) -> None:
         prompts = blockskip.encode_prompts(run)
     with report.phase("class images"):
         blockskip.make_class_images(run, prompts)
+    if args.skip_ratio is not None:
+        with report.phase("choose blocks"):
+            blockskip.choose_blocks(run, prompts)
     with report.phase("load"):
         trainer = blockskip.load_trainer(run)
     for period in run.plan.periods(trainer.step):

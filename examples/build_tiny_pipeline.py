@@ -18,6 +18,7 @@ tried on a laptop. The images such a pipeline draws are noise; what is real is t
 classes, the tokenizers, the VAE factors (8 for FLUX, 32 for SANA), the schedulers and the order of the blocks.
 
     python examples/build_tiny_pipeline.py flux tiny-flux
+    python examples/build_tiny_pipeline.py flux tiny-flux-57 --num_layers 19 --num_single_layers 38
     python examples/build_tiny_pipeline.py sana tiny-sana --num_layers 20
 
 In order: the two builders, the folder, the tokenizers, the weights, the VAEs, the command line.

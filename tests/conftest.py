@@ -17,6 +17,7 @@ import dataclasses
 import gc
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import types
@@ -34,7 +35,7 @@ from PIL import Image
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-import blockskip_utils
+import blockskip_utils as blockskip
 import train_dreambooth_blockskip_flux as flux_script
 import train_dreambooth_blockskip_sana as sana_script
 from build_tiny_pipeline import build_tiny_flux, build_tiny_sana
@@ -94,7 +95,7 @@ class Case:
         reset_accelerate()
         with pytest.MonkeyPatch.context() as patch:
             if not estimates:
-                patch.setattr(blockskip_utils, "estimate_run", lambda run: None)
+                patch.setattr(blockskip, "estimate_run", lambda run: None)
             self.script.main(self.script.parse_args([str(word) for word in arguments]))
 
 
@@ -126,6 +127,36 @@ def sana(tmp_path_factory) -> Case:
 def case(request) -> Case:
     """Each script in turn."""
     return request.getfixturevalue(request.param)
+
+
+# which blocks carry the prompt, the ratio that just spares them, and the pair that it must choose
+PLANTED = {"FLUX": ({2, 3}, 0.75, (2, 4)), "SANA": ({1}, 0.83, (1, 4))}
+
+
+def plant(transformer, carriers):
+    """Let nothing that the other blocks attend to enter the image."""
+    for index, block in enumerate(blockskip.named_blocks(transformer).values()):
+        if index in carriers:
+            continue
+        with torch.no_grad():
+            if hasattr(block, "attn2"):  # SANA
+                block.attn2.to_out[0].weight.zero_()
+            elif hasattr(block, "ff"):  # double block of FLUX
+                block.attn.to_out[0].weight.zero_()
+            else:  # single block: attention and feed-forward share an output layer
+                block.proj_out.weight[:, : block.attn.inner_dim].zero_()
+    return transformer
+
+
+@pytest.fixture(scope="session")
+def planted(case, tmp_path_factory):
+    """The tiny pipeline with known blocks that carry the prompt; the ratio that just spares them, and the pair."""
+    carriers, ratio, pair = PLANTED[case.family.name]
+    folder = tmp_path_factory.mktemp("planted") / "pipeline"
+    shutil.copytree(case.pipeline, folder)
+    transformer = case.family.transformer_class.from_pretrained(folder / "transformer")
+    plant(transformer, carriers).save_pretrained(folder / "transformer")
+    return folder, ratio, pair
 
 
 @pytest.fixture
