@@ -3715,7 +3715,14 @@ class PhaseMeter:
             vae = self._component("vae", diffusers).requires_grad_(False).eval()
             names = [name for name in run.family.text_components if name.startswith("text_encoder")]
             self.encoders = {name: self._component(name, transformers).to(run.weight_dtype).eval() for name in names}
+            if run.class_photos_missing:
+                self.painter = run.family.transformer_class.from_config(run.transformer_config).eval()
+                nn.Module.to(self.painter, self._class_image_dtype)
         self.trainer = Trainer(transformer, None, vae, None, None, step=0, model=transformer)
+
+    @property
+    def _class_image_dtype(self) -> torch.dtype:
+        return DTYPES[self.run.args.prior_generation_precision or self.run.accelerator.mixed_precision]
 
     def _component(self, name: str, library: Any) -> nn.Module:
         index = json.loads(pathlib.Path(self.run.model_folder, "model_index.json").read_text())
@@ -3779,13 +3786,10 @@ class PhaseMeter:
         run, args = self.run, self.run.args
         if not run.class_photos_missing:
             return []
-        dtype = DTYPES[args.prior_generation_precision or run.accelerator.mixed_precision]
-        with torch.device("meta"):
-            transformer = run.family.transformer_class.from_config(run.transformer_config).eval()
-            nn.Module.to(transformer, dtype)
-        fill(transformer)
-        action = self._drawing(transformer, min(args.sample_batch_size, run.class_photos_missing), dtype)
-        return [self._meter("class images", action, [transformer, self.trainer.vae])]
+        fill(self.painter)
+        images = min(args.sample_batch_size, run.class_photos_missing)
+        action = self._drawing(self.painter, images, self._class_image_dtype)
+        return [self._meter("class images", action, [self.painter, self.trainer.vae])]
 
     @torch.no_grad()
     def _validate(self) -> list[PhaseEstimate]:
