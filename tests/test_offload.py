@@ -76,15 +76,27 @@ class Passage:
         monkeypatch.setattr(ModuleGroup, "offload_", leave)
 
 
+@pytest.fixture
+def hurried(case, monkeypatch):
+    """Draw images in two steps, since only their being the same matters here, and leave out the estimates."""
+    monkeypatch.setattr(blockskip, "estimate_run", lambda run: None)
+    draw = case.family.pipeline_class.__call__
+    hurry = lambda self, **options: draw(self, num_inference_steps=2, **options)  # noqa: E731
+    monkeypatch.setattr(case.family.pipeline_class, "__call__", hurry)
+
+
+@pytest.mark.usefixtures("hurried")
 def test_offloaded_run_stores_the_same_residuals_and_draws_the_same_images(case, tmp_path, monkeypatch):
-    flags = (*case.skip, "--keep_residuals", "--validation_prompt", "x", "--num_validation_images", 1)
+    flags = (*case.skip, "--validation_prompt", "x", "--num_validation_images", 1)
     flags = (*flags, "--validation_epochs", 1, "--with_prior_preservation", "--class_prompt", "c")
-    flags = (*flags, "--num_class_images", 1, "--num_draws", 2)
+    flags = (*flags, "--num_class_images", 1, "--num_draws", 2, "--residual_refresh_steps", 5)
 
     def run(name, *more):
         class_images = ("--class_data_dir", tmp_path / name / "class")
-        case.run(case.command(CATS, tmp_path / name / "out", *flags, *class_images, *more, steps=6))
+        case.run(case.command(CATS, tmp_path / name / "out", *flags, *class_images, *more, steps=7))
 
+    stored = []
+    spy_on(monkeypatch, "precompute", after=lambda _, run, *rest: stored.append(contents(run.store().folder)))
     run("without")
     placed, empty = [], []
     passage = Passage(monkeypatch)
@@ -96,21 +108,27 @@ def test_offloaded_run_stores_the_same_residuals_and_draws_the_same_images(case,
         placed.append((type(module).__name__, set(groups.values())))
 
     spy_on(monkeypatch, "place", after=look)
-    spy_on(monkeypatch, "finish_step", before=lambda *args: empty.append(not passage.there))
+
+    def is_over(run, trainer, *rest):
+        empty.append(not passage.there and not groups_of(trainer.transformer))
+
+    spy_on(monkeypatch, "finish_step", before=is_over)
     run("with", "--offload")
-    assert empty == [True] * 6 and not passage.there and passage.most == 1
+    assert empty == [True] * 7 and not passage.there and passage.most == 1
     names = [name for name, _ in placed]
     encoders = [name for name in case.family.text_components if name.startswith("text")]
     blocks = case.skip[1] + case.skip[3]
-    assert len([n for n in names if n.startswith("Autoencoder")]) == 4  # those, and precompute, in training
-    assert names.count(case.family.transformer_class.__name__) == 2  # class images, at the end
-    assert sum(name.endswith("Block") for name in names) == 2 * blocks  # precompute, in training
-    assert len(names) == len(encoders) + 4 + 2 + 2 * (blocks + names.count("Linear") // 2)
+    assert names.count(case.family.transformer_class.__name__) == 2  # class images, images at the end
+    assert sum(name.startswith("Autoencoder") for name in names) == 2 + 3  # these; two periods, images in training
+    assert sum(name.endswith("Block") for name in names) == 3 * blocks
+    assert names.count("Linear") == 3 * {"FLUX": 4, "SANA": 0}[case.family.name]  # modulations of the trained blocks
+    assert len(names) == len(encoders) + 2 + 5 + 3 * blocks + names.count("Linear")
     for name, groups in placed:
         assert groups & passage.fetched, name  # each of them had its turn
     one, other = (contents(tmp_path / name) for name in ("without", "with"))
     assert len([path for path in one if path.suffix == ".png"]) == 3
-    assert len([path for path in one if "residuals" in str(path)]) == 2 * 2  # draws of two kinds
+    assert [len(period) for period in stored] == [2 * 2, 2 * 2 + 1] * 2  # draws of two kinds; the LoRA made with
+    assert stored[:2] == stored[2:]
     assert one.keys() == other.keys()
     for path in one:
         assert one[path] == other[path], path
@@ -235,6 +253,7 @@ def watch_vae(monkeypatch, tile):
     return seen
 
 
+@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("enabled", [False, True], ids=["tiles with --offload", "tiles throughout"])
 def test_large_images_are_decoded_in_tiles_and_photos_encoded_as_before(case, tmp_path, monkeypatch, enabled):
     tile = case.resolution // 2
@@ -249,6 +268,7 @@ def test_large_images_are_decoded_in_tiles_and_photos_encoded_as_before(case, tm
     assert all(side <= tile and in_tiles for side, in_tiles in seen["decoder"])
 
 
+@pytest.mark.usefixtures("hurried")
 def test_images_no_larger_than_a_tile_are_decoded_whole(case, tmp_path, monkeypatch):
     seen = watch_vae(monkeypatch, case.resolution)
     flags = (*case.skip, "--offload", "--validation_prompt", "x", "--num_validation_images", 1)
@@ -266,6 +286,7 @@ HELD = {
 }
 
 
+@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("kind", HELD)
 def test_skipped_blocks_modulations_and_vae_are_given_up_unless_wanted_again(case, tmp_path, monkeypatch, kind):
     flags, are_freed = HELD[kind]

@@ -26,7 +26,6 @@ import weakref
 import pytest
 import torch
 from diffusers import DiffusionPipeline
-from diffusers.hooks import apply_group_offloading
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -370,32 +369,6 @@ def test_bf16_run_gains_precision_from_fp32_residuals(flux, tmp_path):
         residuals[dtype] = load_file(path)["first.hidden_states"]
     assert torch.equal(residuals["fp32"].bfloat16(), residuals["bf16"])
     assert not torch.equal(residuals["fp32"], residuals["bf16"].float())
-
-
-def test_offloading_gives_the_same_run_and_is_over_in_training(case, tmp_path, monkeypatch):
-    flags = (*case.skip, "--residual_refresh_steps", 3, "--validation_prompt", "x", "--num_validation_images", 1)
-    case.run(case.command(CATS, tmp_path / "without", *flags, "--validation_epochs", 1, steps=6))
-    placed, hooks = [], []
-
-    def offload(module, **options):
-        placed.append(type(module).__name__)
-        apply_group_offloading(module, **options)
-
-    def look(run, trainer, *rest):
-        registries = (getattr(module, "_diffusers_hook", None) for module in trainer.transformer.modules())
-        hooks.append(sum(len(registry.hooks) for registry in registries if registry))
-
-    monkeypatch.setattr(blockskip, "apply_group_offloading", offload)
-    spy_on(monkeypatch, "flow_matching_loss", before=look)
-    case.run(case.command(CATS, tmp_path / "with", *flags, "--validation_epochs", 1, "--offload", steps=6))
-    assert_same_lora(tmp_path / "without", tmp_path / "with")
-    assert hooks == [0] * 6
-    counts, blocks = collections.Counter(placed), case.skip[1] + case.skip[3]
-    assert sum(counts[name] for name in counts if name.endswith("Block")) == 3 * blocks  # two periods, one validation
-    assert counts[case.family.transformer_class.__name__] == 1  # the final images
-    assert all(counts[encoder.__name__] == 1 for encoder in TEXT_ENCODERS[case.family.name])
-    images = [(tmp_path / name / "validation" / "final" / "image_0.png").read_bytes() for name in ("without", "with")]
-    assert images[0] == images[1]
 
 
 def test_a_draw_damaged_in_the_middle_is_named_and_made_anew_by_the_resumed_run(flux, tmp_path, monkeypatch):
