@@ -1694,7 +1694,7 @@ class Run:
     @property
     def needs_full_model_later(self) -> bool:
         """Whether skipped blocks and VAE are wanted again after the first precompute."""
-        return self.plan.period_steps < self.plan.max_steps or self.validates_in_training
+        return self.plan.period_steps < self.plan.max_steps or self.validates_before_the_end
 
     @property
     def validates_in_training(self) -> bool:
@@ -2361,7 +2361,8 @@ def make_class_images(run: Run, prompts: Mapping[str, dict[str, torch.Tensor]]) 
     for begin in range(0, len(mine), args.sample_batch_size):
         batch = mine[begin : begin + args.sample_batch_size]
         generators = [keyed_generator(run.plan.seed, "class image", number) for number, _ in batch]
-        images = run.family.generate_images(run, pipeline, prompts, args.class_prompt, generators)
+        with decoding_in_little_memory(run, vae):
+            images = run.family.generate_images(run, pipeline, prompts, args.class_prompt, generators)
         for (_, path), image in zip(batch, images, strict=True):
             write_atomically(path, lambda partial, image=image: image.save(partial, format="PNG"))
         bar.update(len(batch))
@@ -2850,7 +2851,7 @@ class QuantizedLinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         import bitsandbytes as bnb
 
-        if self.weight.dtype == torch.int8:
+        if isinstance(self.scales, bnb.MatmulLtState):
             return bnb.matmul(x, self.weight, bias=self.bias, state=self.scales)
         return bnb.matmul_4bit(x, self.weight, bias=self.bias, quant_state=self.scales)
 
@@ -2858,7 +2859,8 @@ class QuantizedLinear(nn.Linear):
         """The tensors beside the weight that bitsandbytes reads it with; code tables are shared among layers."""
         states = [self.scales, getattr(self.scales, "state2", None)]
         found = [value for state in states if state for value in vars(state).values()]
-        return [tensor for tensor in found if isinstance(tensor, torch.Tensor) and tensor is not self.weight.data]
+        weight = self.weight.untyped_storage()._cdata
+        return [t for t in found if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata != weight]
 
 
 def quantize_trained_blocks(run: Run, transformer: nn.Module, device: torch.device) -> None:
@@ -2879,14 +2881,14 @@ def quantize_blocks(
     Args:
         transformer: In host memory, so that no more than one layer at a time is on the device in full precision.
         blocks: Names such as "single_transformer_blocks.3".
-        config: Layers that `llm_int8_skip_modules` names, by full name or its last parts, stay as they are.
+        config: What `llm_int8_skip_modules` names, by any consecutive parts of a name, stays as it is.
         spared: More names of such layers.
     """
     spared = {*spared, *(config.llm_int8_skip_modules or ())}
     for block_name in blocks:
         for name, layer in list(transformer.get_submodule(block_name).named_modules()):
             full = f"{block_name}.{name}"
-            is_spared = any(full == other or full.endswith(f".{other}") for other in spared)
+            is_spared = any(f".{other}." in f".{full}." for other in spared)
             if isinstance(layer, nn.Linear) and not layer.weight.requires_grad and not is_spared:
                 parent, _, last = full.rpartition(".")
                 setattr(transformer.get_submodule(parent), last, QuantizedLinear.quantize(layer, config, device))
@@ -2912,9 +2914,12 @@ def read_quantization_config(args: argparse.Namespace, compute_dtype: torch.dtyp
     if settings.get("llm_int8_has_fp16_weight"):
         refuse(f"{flag}: llm_int8_has_fp16_weight is for training the weights themselves: leave it out")
     try:
-        return BitsAndBytesConfig(**{**settings, "bnb_4bit_compute_dtype": compute_dtype})
+        config = BitsAndBytesConfig(**{**settings, "bnb_4bit_compute_dtype": compute_dtype})
     except (TypeError, ValueError, AttributeError) as problem:
         refuse(f"{flag}: {str(problem).splitlines()[0]}")
+    if config.load_in_4bit and config.bnb_4bit_quant_type not in ("nf4", "fp4"):
+        refuse(f"{flag}: bnb_4bit_quant_type must be nf4 or fp4, not {config.bnb_4bit_quant_type!r}")
+    return config
 
 
 @dataclasses.dataclass
@@ -3472,6 +3477,7 @@ def check_checkpoint(run: Run) -> None:
     for name, now in run_settings(run).items():
         then = state["settings"].get(name)
         if then != now:
+            then, now = _only_differing(then, now)
             refuse(f"{run.checkpoint} was trained with {name} {then}, now it is {now}: use the same, or begin anew")
     if state["step"] > run.plan.max_steps:
         refuse(f"{run.checkpoint} has done {state['step']} steps, more than the {run.plan.max_steps} asked for")
@@ -3483,6 +3489,14 @@ def check_checkpoint(run: Run) -> None:
         if not (run.checkpoint / name).is_file():
             refuse(f"{run.checkpoint} has no {name}, so it is no whole checkpoint: resume from another one")
     logger.info(f"resuming from {run.checkpoint} at step {state['step']}")
+
+
+def _only_differing(one: Any, other: Any) -> tuple[Any, Any]:
+    """Of two mappings the entries that differ; any other two values as they are."""
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return tuple("none" if value is None else value for value in (one, other))
+    keys = [key for key in (one | other) if one.get(key) != other.get(key)]
+    return {key: one.get(key) for key in keys}, {key: other.get(key) for key in keys}
 
 
 def lora_at_start(run: Run) -> pathlib.Path | None:
@@ -4213,7 +4227,14 @@ class PhaseMeter:
             vae = self._component("vae", diffusers).requires_grad_(False).eval()
             names = [name for name in run.family.text_components if name.startswith("text_encoder")]
             self.encoders = {name: self._component(name, transformers).to(run.weight_dtype).eval() for name in names}
+            if run.class_photos_missing:
+                self.painter = run.family.transformer_class.from_config(run.transformer_config).eval()
+                nn.Module.to(self.painter, self._class_image_dtype)
         self.trainer = Trainer(transformer, None, vae, None, None, step=0, model=transformer)
+
+    @property
+    def _class_image_dtype(self) -> torch.dtype:
+        return DTYPES[self.run.args.prior_generation_precision or self.run.accelerator.mixed_precision]
 
     def _component(self, name: str, library: Any) -> nn.Module:
         index = json.loads(pathlib.Path(self.run.model_folder, "model_index.json").read_text())
@@ -4276,13 +4297,10 @@ class PhaseMeter:
         run, args = self.run, self.run.args
         if not run.class_photos_missing:
             return []
-        dtype = DTYPES[args.prior_generation_precision or run.accelerator.mixed_precision]
-        with torch.device("meta"):
-            transformer = run.family.transformer_class.from_config(run.transformer_config).eval()
-            nn.Module.to(transformer, dtype)
-        fill(transformer)
-        action = self._drawing(transformer, min(args.sample_batch_size, run.class_photos_missing), dtype)
-        return [self._meter("class images", action, [transformer, self.trainer.vae])]
+        fill(self.painter)
+        images = min(args.sample_batch_size, run.class_photos_missing)
+        action = self._drawing(self.painter, images, self._class_image_dtype)
+        return [self._meter("class images", action, [self.painter, self.trainer.vae])]
 
     @torch.no_grad()
     def _validate(self) -> list[PhaseEstimate]:

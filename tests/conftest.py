@@ -31,6 +31,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from diffusers import DiffusionPipeline, FluxTransformer2DModel, SanaTransformer2DModel
 from PIL import Image
+from torch._guards import detect_fake_mode
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
@@ -249,6 +250,11 @@ def sana_inputs(batch: int = 2, side: int = 3, text: int = 5, dtype: torch.dtype
 def legal_counts(depth: int) -> list[tuple[int, int]]:
     """Every (skip_first, skip_last) that leaves a block to train."""
     return [(n, m) for n in range(depth) for m in range(depth - n)]
+
+
+def is_estimate() -> bool:
+    """Whether the call at hand is an estimate's: these run the phases' own functions, on fake tensors."""
+    return detect_fake_mode() is not None
 
 
 def reset_accelerate() -> None:

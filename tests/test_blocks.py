@@ -343,3 +343,116 @@ def test_wrong_use_is_refused():
 def test_lora_layers_that_cannot_be_trained_are_named(layers, message):
     with pytest.raises(ValueError, match=message):
         blockskip.lora_target_names(make_flux(), 2, 3, layers)
+
+
+def modulated(counts, dtype=torch.float32, layers=LORA_LAYERS["flux"], random_b=True):
+    """A FLUX model with a LoRA, its modulation layers without one, and its inputs."""
+    transformer = with_lora(make_flux(dtype=dtype), *counts, layers, random_b)
+    targets = blockskip.lora_target_names(make_flux(), *counts, layers)
+    names = blockskip.modulation_names(make_flux(), *counts, targets)
+    return transformer, names, flux_inputs(dtype=dtype)
+
+
+def recorded_with(transformer, counts, names, inputs):
+    with blockskip.record_residuals(transformer, *counts, names) as recording, torch.no_grad():
+        output = transformer(**inputs)[0]
+    return recording.residuals, output
+
+
+SKIPPING = [pytest.param(counts, id=f"{counts[0]}-{counts[1]}") for counts in legal_counts(8) if sum(counts)]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("counts", SKIPPING)
+def test_model_with_stored_modulations_equals_full_model_at_initialisation(counts, checkpointing):
+    transformer, names, inputs = modulated(counts, random_b=False)
+    blocks = list(blockskip.named_blocks(transformer))[counts[0] : 8 - counts[1]]
+    doubles = [block for block in blocks if not block.startswith("single")]
+    wanted = {f"{block}.{layer}.linear" for block in doubles for layer in ("norm1", "norm1_context")}
+    assert set(names) == wanted | {f"{block}.norm.linear" for block in blocks if block not in doubles}
+    if checkpointing:
+        transformer.enable_gradient_checkpointing()
+    residuals, full = recorded_with(transformer, counts, names, inputs)
+    assert {f"modulation.{name}" for name in names} == {key for key in residuals if key.startswith("modulation")}
+    with blockskip.skip_blocks(transformer, *counts, names) as handle:
+        handle.set_residuals(residuals)
+        skipped = transformer(**inputs)[0]
+        skipped.square().mean().backward()
+        torch.testing.assert_close(skipped, full, rtol=1e-5, atol=1e-5 * full.abs().max().item())
+        handle.set_residuals({key: 0 * tensor for key, tensor in residuals.items()})
+        assert (transformer(**inputs)[0] - full).abs().max() > 0.01  # so what is stored is what is read
+
+
+@pytest.mark.parametrize("skip_first", range(1, 8))
+def test_with_stored_modulations_every_gradient_equals_the_full_models(skip_first):
+    transformer, names, inputs = modulated((skip_first, 0), torch.float64)
+    full = lora_gradients(transformer, inputs)
+    residuals, _ = recorded_with(transformer, (skip_first, 0), names, inputs)
+    handle = blockskip.skip_blocks(transformer, skip_first, 0, names)
+    skipped = lora_gradients(transformer, inputs, handle, residuals)
+    assert full.keys() == skipped.keys() and full
+    for name in full:
+        torch.testing.assert_close(skipped[name], full[name], rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_modulation_layers_keep_their_precision_and_are_recorded_to_the_bit():
+    transformer, names, inputs = modulated((1, 2), torch.bfloat16)
+    wanted, hooks = {}, []
+    for name in names:
+
+        def keep(layer, args, output, name=name):
+            wanted[f"modulation.{name}"] = output
+
+        hooks.append(transformer.get_submodule(name).register_forward_hook(keep))
+    residuals, _ = recorded_with(transformer, (1, 2), names, inputs)
+    assert wanted and all(torch.equal(residuals[key], wanted[key]) for key in wanted)
+    assert {wanted[key].dtype for key in wanted} == {torch.bfloat16}
+
+
+def test_modulation_layers_leave_the_model_come_back_as_they_were_and_are_freed():
+    transformer, names, _ = modulated((2, 3))
+    layers = {name: transformer.get_submodule(name) for name in names}
+    state = {name: tensor.clone() for name, tensor in transformer.state_dict().items()}
+    handle = blockskip.skip_blocks(transformer, 2, 3, names)
+    assert not any(name.startswith(tuple(names)) for name, _ in transformer.named_parameters())
+    assert [layer for layer in handle.skipped if layer in layers.values()] == list(layers.values())
+    handle.restore()
+    assert all(transformer.get_submodule(name) is layer for name, layer in layers.items())
+    assert list(transformer.state_dict()) == list(state)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in transformer.state_dict().items())
+    handle.skip()
+    weights = [weakref.ref(parameter) for layer in layers.values() for parameter in layer.parameters()]
+    assert len(weights) == 2 * len(names) and all(reference() is not None for reference in weights)
+    handle.discard()
+    del layers
+    gc.collect()
+    assert all(reference() is None for reference in weights)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+def test_modulation_layers_with_a_lora_stay_and_learn(checkpointing):
+    layers = ("attn.to_q", "norm.linear", "norm1.linear")
+    transformer, names, inputs = modulated((2, 3), torch.float64, layers)
+    assert names == ["transformer_blocks.2.norm1_context.linear"]
+    if checkpointing:
+        transformer.enable_gradient_checkpointing()
+    residuals, full = recorded_with(transformer, (2, 3), names, inputs)
+    handle = blockskip.skip_blocks(transformer, 2, 3, names)
+    gradients = lora_gradients(transformer, inputs, handle, residuals)
+    assert {name for name, parameter in transformer.named_parameters() if parameter.requires_grad} == set(gradients)
+    assert all(gradient.abs().max() > 0 for gradient in gradients.values())
+    assert sum("norm" in name for name in gradients) == 2 * 3  # A and B of the three kept layers
+    torch.testing.assert_close(transformer(**inputs)[0], full, rtol=1e-9, atol=1e-9)
+
+
+def test_nothing_is_stored_of_modulations_where_no_block_is_skipped_or_none_has_any():
+    assert blockskip.modulation_names(make_flux(), 0, 0, ()) == []
+    assert blockskip.modulation_names(make_sana(), 2, 1, ()) == []
+
+
+def test_missing_modulations_are_refused():
+    transformer, names, inputs = modulated((2, 3))
+    residuals, _ = recorded_with(transformer, (2, 3), (), inputs)
+    handle = blockskip.skip_blocks(transformer, 2, 3, names)
+    with pytest.raises(ValueError, match=r"modulation\.transformer_blocks\.2\.norm1\.linear"):
+        handle.set_residuals(residuals)
