@@ -4227,10 +4227,14 @@ class PhaseMeter:
             vae = self._component("vae", diffusers).requires_grad_(False).eval()
             names = [name for name in run.family.text_components if name.startswith("text_encoder")]
             self.encoders = {name: self._component(name, transformers).to(run.weight_dtype).eval() for name in names}
-            if run.class_photos_missing:
-                self.painter = run.family.transformer_class.from_config(run.transformer_config).eval()
-                nn.Module.to(self.painter, self._class_image_dtype)
+            # models that a phase loads for itself, without LoRA; within the fake mode none could be cast
+            self.painter = self._frozen(self._class_image_dtype) if run.class_photos_missing else None
+            self.probe = self._frozen(run.weight_dtype) if run.plan.pair_is_open else None
         self.trainer = Trainer(transformer, None, vae, None, None, step=0, model=transformer)
+
+    def _frozen(self, dtype: torch.dtype) -> nn.Module:
+        transformer = self.run.family.transformer_class.from_config(self.run.transformer_config).eval()
+        return nn.Module.to(transformer, dtype)
 
     @property
     def _class_image_dtype(self) -> torch.dtype:
@@ -4248,6 +4252,7 @@ class PhaseMeter:
         wanted = {
             "encode prompts": self._encode_prompts,
             "class images": self._class_images,
+            "choose blocks": self._choose_blocks,
             "validate": self._validate,  # before blocks are quantised and skipped
             "precompute": self._precompute,
             "train": self._train,
@@ -4301,6 +4306,23 @@ class PhaseMeter:
         images = min(args.sample_batch_size, run.class_photos_missing)
         action = self._drawing(self.painter, images, self._class_image_dtype)
         return [self._meter("class images", action, [self.painter, self.trainer.vae])]
+
+    @torch.no_grad()
+    def _choose_blocks(self) -> list[PhaseEstimate]:
+        """A pass of the frozen model with the text hidden in a block; its latents were made before it was loaded."""
+        run = self.run
+        if not run.plan.pair_is_open:
+            return []
+        fill(self.probe)
+        side = run.plan.patch_resolution // run.family.pixels_per_cell
+        noisy = torch.zeros(1, self.trainer.vae.config.latent_channels, side, side)
+        prompt = run.family.blank_prompt(run)
+
+        def probe() -> None:
+            with mask_text(self.probe, [0]):
+                probe_pass(run, self.probe, noisy, 500.0, prompt)
+
+        return [self._meter("choose blocks", probe, [self.probe], held=[noisy], elsewhere=prompt.values())]
 
     @torch.no_grad()
     def _validate(self) -> list[PhaseEstimate]:
@@ -4482,9 +4504,10 @@ def memory_savers(run: Run) -> Iterator[tuple[str, dict[str, Any]]]:
         yield " ".join(f"--{name} {value}" for name, value in changes.items()), changes
     if not args.gradient_checkpointing:
         yield "--gradient_checkpointing", {"gradient_checkpointing": True}
-    for first, last in ((7, 10), (13, 10), (19, 10)) if plan.depth == 57 else _even_pairs(plan.depth):
-        if first >= plan.skip_first and last >= plan.skip_last and first + last > plan.skip_first + plan.skip_last:
-            yield f"--skip_first {first} --skip_last {last}", {"skip_first": first, "skip_last": last}
+    for ratio in (0.3, 0.4, 0.5):
+        if skip_count(ratio, plan.depth) > plan.skip_first + plan.skip_last:
+            changes = {"skip_ratio": ratio, "skip_first": 0, "skip_last": 0}
+            yield f"--skip_ratio {ratio}", changes
     if args.optimizer == "adamw" and not args.use_8bit_adam:
         yield "--use_8bit_adam", {"use_8bit_adam": True}
     if not run.quantization:
@@ -4492,11 +4515,6 @@ def memory_savers(run: Run) -> Iterator[tuple[str, dict[str, Any]]]:
     if args.patch_resolution > run.family.patch_resolution:
         size = run.family.patch_resolution
         yield f"--patch_resolution {size}", {"patch_resolution": size}
-
-
-def _even_pairs(depth: int) -> list[tuple[int, int]]:
-    counts = [math.floor(share * depth + 0.5) for share in (0.3, 0.4, 0.5)]
-    return [(count - count // 2, count // 2) for count in counts if 0 < count < depth]
 
 
 def with_changes(run: Run, changes: Mapping[str, Any]) -> Run:

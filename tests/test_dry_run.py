@@ -180,16 +180,21 @@ def test_proposed_flags_make_it_fit_together_and_none_of_them_is_needless(flux, 
     content = run("--device_memory_gb", tight)
     assert "train" in content["too_large"]
     words = content["remedy"].replace("examples/", f"{NF4.parent}/").split(" --")
-    chosen = [word.removeprefix("--").split(" ") for word in words]
-    groups = [[f"--{name}", *values] for name, *values in chosen]
+    groups = [f"--{word.removeprefix('--')}".split(" ") for word in words]
     assert len(groups) > 1
-    skips = [group for group in groups if group[0].startswith("--skip")]
-    groups = [group for group in groups if group not in skips] + ([[*skips[0], *skips[1]]] if skips else [])
     assert run(*itertools.chain(*groups), "--device_memory_gb", tight)["too_large"] == []
     for group in groups:
         fewer = [word for other in groups if other is not group for word in other]
         peaks = [phase["peak_device_bytes"] for phase in run(*fewer)["phases"]]
         assert max(peaks) > tight * GIB, group
+
+
+def test_measuring_which_blocks_to_skip_is_a_phase_of_its_own(case, dry_run, capsys):
+    content = dry_run("--skip_ratio", 0.5)
+    assert [phase["name"] for phase in content["phases"]] == ["encode prompts", "choose blocks", "precompute", "train"]
+    probe, precompute = by_name(content)["choose blocks"], by_name(content)["precompute"]
+    assert 0 < probe["flops"] < precompute["flops"]  # which encodes a photo, too, and has a LoRA
+    assert "to be measured in this run" in capsys.readouterr().out
 
 
 def test_where_nothing_suffices_it_says_so(case, dry_run, capsys):
