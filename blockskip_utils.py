@@ -1711,6 +1711,8 @@ def start(args: argparse.Namespace, family: ModelFamily) -> Accelerator:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=level, force=True)
     for library in ("httpx", "datasets", "accelerate.checkpointing", "accelerate.accelerator", "fsspec"):
         logging.getLogger(library).setLevel(logging.WARNING)
+    # on a GPU it would say at every 8-bit layer of every step that bf16 becomes fp16 on the way to 8 bits
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     # diffusers 0.35, still supported, knows `torch_dtype` only; newer ones warn of it
     warnings.filterwarnings("ignore", message=".*`torch_dtype` is deprecated", category=FutureWarning)
     if args.allow_tf32 and torch.cuda.is_available():

@@ -22,6 +22,7 @@ import copy
 import dataclasses
 import importlib.util
 import json
+import logging
 import pathlib
 import weakref
 
@@ -35,7 +36,7 @@ from test_runs import Killed, assert_same_lora, flux_prediction, kill_at, lora_o
 from torch import nn
 
 import blockskip_utils as blockskip
-from conftest import CATS, Case
+from conftest import CATS, Case, reset_accelerate
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 LAYER_SETTINGS = {
@@ -340,6 +341,21 @@ def test_bitsandbytes_missing_is_named_with_the_flag(flux, tmp_path, monkeypatch
     arguments = flux.command(CATS, tmp_path / "out", "--bnb_quantization_config_path", config)
     message = refusal(arguments, monkeypatch, capsys)
     assert "pip install bitsandbytes" in message and "--bnb_quantization_config_path" in message
+
+
+def test_bitsandbytes_does_not_warn_at_every_layer_of_every_step(flux, tmp_path, caplog):
+    layer = blockskip.QuantizedLinear.quantize(
+        nn.Linear(64, 64), BitsAndBytesConfig(load_in_8bit=True), torch.device("cpu")
+    )
+    layer.scales.is_training = False  # on a CPU only then by the function that a GPU takes
+    log = logging.getLogger("bitsandbytes.autograd._functions")
+    log.setLevel(logging.NOTSET)
+    with caplog.at_level("WARNING"):
+        layer(torch.randn(1, 64))
+        assert [record.name for record in caplog.records] == [log.name] and "float16" in caplog.text
+    reset_accelerate()
+    blockskip.start(flux.script.parse_args(flux.command(CATS, tmp_path)), flux.family)
+    assert not log.isEnabledFor(logging.WARNING)
 
 
 def test_settings_that_other_programs_write_beside_are_accepted(tmp_path, flux):
