@@ -34,6 +34,7 @@ from safetensors.torch import load_file
 from test_refusals import refusal
 from test_runs import Killed, assert_same_lora, flux_prediction, kill_at, lora_of, sana_prediction, spy_on
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import blockskip_utils as blockskip
 from conftest import CATS, Case, reset_accelerate
@@ -103,6 +104,19 @@ def test_scales_are_all_that_a_quantised_layer_holds_beside_weight_and_bias(kind
     sizes = sorted(tensor.numel() for tensor in layer.scale_tensors() if tensor.numel() not in (16, 256))  # tables
     # one a row or a block of 64 weights; double: these in 8 bits, with a scale and an offset
     assert sizes == ([1, 1, 64] if kind == "nf4 double" else [64])
+
+
+def test_an_estimate_leaves_no_fake_table_behind_in_bitsandbytes():
+    bnb.functional.name2qmap.clear()  # as in a new process
+    blockskip._make_code_tables.cache_clear()
+    config = BitsAndBytesConfig(**LAYER_SETTINGS["nf4 double"])
+    torch.manual_seed(0)
+    original, x = nn.Linear(64, 64), torch.randn(2, 64)
+    with blockskip.fake_tensors():
+        blockskip.QuantizedLinear.quantize(nn.Linear(64, 64), config, torch.device("cpu"))
+    found = blockskip.QuantizedLinear.quantize(original, config, torch.device("cpu"))(x)
+    assert not isinstance(found, FakeTensor)
+    assert torch.equal(found, layer_of_bitsandbytes(original, config, torch.float32).train()(x))
 
 
 def test_names_to_skip_hold_for_whole_subtrees_as_in_diffusers():
