@@ -94,7 +94,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from PIL import Image, ImageOps
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
@@ -1757,6 +1757,8 @@ def start(args: argparse.Namespace, family: ModelFamily) -> Accelerator:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=level, force=True)
     for library in ("httpx", "datasets", "accelerate.checkpointing", "accelerate.accelerator", "fsspec"):
         logging.getLogger(library).setLevel(logging.WARNING)
+    # on a GPU it would say at every 8-bit layer of every step that bf16 becomes fp16 on the way to 8 bits
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     # diffusers 0.35, still supported, knows `torch_dtype` only; newer ones warn of it
     warnings.filterwarnings("ignore", message=".*`torch_dtype` is deprecated", category=FutureWarning)
     if args.allow_tf32 and torch.cuda.is_available():
@@ -2840,6 +2842,7 @@ class QuantizedLinear(nn.Linear):
             scales = bnb.MatmulLtState(CB=quantized, SCB=row_scales)
             scales.has_fp16_weights, scales.threshold = False, config.llm_int8_threshold
             return cls(original, quantized, scales)
+        _make_code_tables()
         packed, scales = bnb.functional.quantize_4bit(
             weight,
             quant_type=config.bnb_4bit_quant_type,
@@ -2861,6 +2864,18 @@ class QuantizedLinear(nn.Linear):
         found = [value for state in states if state for value in vars(state).values()]
         weight = self.weight.untyped_storage()._cdata
         return [t for t in found if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata != weight]
+
+
+@functools.cache
+def _make_code_tables() -> None:
+    """Have bitsandbytes make the tables that it keeps for good: made by an estimate, they would be fake in the run."""
+    import bitsandbytes as bnb
+
+    with unset_fake_temporarily():
+        for quant_type in ("nf4", "fp4"):
+            weight = torch.zeros(64, 64, device="cpu")
+            packed, scales = bnb.functional.quantize_4bit(weight, quant_type=quant_type, compress_statistics=True)
+            bnb.functional.dequantize_4bit(packed, scales)
 
 
 def quantize_trained_blocks(run: Run, transformer: nn.Module, device: torch.device) -> None:

@@ -22,6 +22,7 @@ import copy
 import dataclasses
 import importlib.util
 import json
+import logging
 import pathlib
 import weakref
 
@@ -33,9 +34,10 @@ from safetensors.torch import load_file
 from test_refusals import refusal
 from test_runs import Killed, assert_same_lora, flux_prediction, kill_at, lora_of, sana_prediction, spy_on
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import blockskip_utils as blockskip
-from conftest import CATS, Case
+from conftest import CATS, Case, reset_accelerate
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 LAYER_SETTINGS = {
@@ -102,6 +104,19 @@ def test_scales_are_all_that_a_quantised_layer_holds_beside_weight_and_bias(kind
     sizes = sorted(tensor.numel() for tensor in layer.scale_tensors() if tensor.numel() not in (16, 256))  # tables
     # one a row or a block of 64 weights; double: these in 8 bits, with a scale and an offset
     assert sizes == ([1, 1, 64] if kind == "nf4 double" else [64])
+
+
+def test_an_estimate_leaves_no_fake_table_behind_in_bitsandbytes():
+    bnb.functional.name2qmap.clear()  # as in a new process
+    blockskip._make_code_tables.cache_clear()
+    config = BitsAndBytesConfig(**LAYER_SETTINGS["nf4 double"])
+    torch.manual_seed(0)
+    original, x = nn.Linear(64, 64), torch.randn(2, 64)
+    with blockskip.fake_tensors():
+        blockskip.QuantizedLinear.quantize(nn.Linear(64, 64), config, torch.device("cpu"))
+    found = blockskip.QuantizedLinear.quantize(original, config, torch.device("cpu"))(x)
+    assert not isinstance(found, FakeTensor)
+    assert torch.equal(found, layer_of_bitsandbytes(original, config, torch.float32).train()(x))
 
 
 def test_names_to_skip_hold_for_whole_subtrees_as_in_diffusers():
@@ -340,6 +355,21 @@ def test_bitsandbytes_missing_is_named_with_the_flag(flux, tmp_path, monkeypatch
     arguments = flux.command(CATS, tmp_path / "out", "--bnb_quantization_config_path", config)
     message = refusal(arguments, monkeypatch, capsys)
     assert "pip install bitsandbytes" in message and "--bnb_quantization_config_path" in message
+
+
+def test_bitsandbytes_does_not_warn_at_every_layer_of_every_step(flux, tmp_path, caplog):
+    layer = blockskip.QuantizedLinear.quantize(
+        nn.Linear(64, 64), BitsAndBytesConfig(load_in_8bit=True), torch.device("cpu")
+    )
+    layer.scales.is_training = False  # on a CPU only then by the function that a GPU takes
+    log = logging.getLogger("bitsandbytes.autograd._functions")
+    log.setLevel(logging.NOTSET)
+    with caplog.at_level("WARNING"):
+        layer(torch.randn(1, 64))
+        assert [record.name for record in caplog.records] == [log.name] and "float16" in caplog.text
+    reset_accelerate()
+    blockskip.start(flux.script.parse_args(flux.command(CATS, tmp_path)), flux.family)
+    assert not log.isEnabledFor(logging.WARNING)
 
 
 def test_settings_that_other_programs_write_beside_are_accepted(tmp_path, flux):

@@ -116,6 +116,21 @@ def test_saved_lora_is_the_trained_one_touches_middle_blocks_only_and_changes_th
     torch.testing.assert_close(draw(pipeline), with_lora, rtol=1e-5, atol=1e-5)
 
 
+def test_modulation_layers_with_a_lora_are_trained_and_what_the_others_return_is_stored(flux, tmp_path):
+    layers = ("--lora_layers", "attn.to_q,norm.linear", "--gradient_checkpointing", "--keep_residuals")
+    flux.run(flux.command(CATS, tmp_path / "out", *flux.skip, *layers, "--learning_rate", 0.01, steps=3))
+    learnt = {name.split(".lora")[0]: t for name, t in lora_of(tmp_path / "out").items() if "lora_B" in name}
+    assert sum(name.endswith(".norm.linear") for name in learnt) == 2  # those of the single blocks
+    assert all(tensor.abs().max() > 0 for tensor in learnt.values())
+    stored = {"transformer_blocks.2.norm1.linear", "transformer_blocks.2.norm1_context.linear"}
+    for path in (tmp_path / "out" / "residuals").glob("rank0-*"):
+        assert {key for key in load_file(path) if "modulation" in key} == {f"modulation.{name}" for name in stored}
+    pipeline = DiffusionPipeline.from_pretrained(flux.pipeline)
+    pipeline.load_lora_weights(tmp_path / "out")
+    loaded = {f"transformer.{n}" for n, module in pipeline.transformer.named_modules() if hasattr(module, "lora_A")}
+    assert loaded == set(learnt)
+
+
 def test_files_and_report_of_a_run(case, tmp_path):
     out = tmp_path / "out"
     case.run(case.command(CATS, out, *case.skip, "--checkpointing_steps", 2, "--checkpoints_total_limit", 1, steps=5))

@@ -21,6 +21,7 @@ import json
 import pathlib
 
 import pytest
+from safetensors.torch import load_file
 from test_runs import assert_same_lora
 
 from conftest import CATS, launch
@@ -68,6 +69,9 @@ def test_stored_draws_are_shared_out_over_the_processes(straight):
     names = sorted(path.name for path in (folder / "out" / "residuals").glob("rank*"))
     assert len(names) == 8  # of the second period, which has two steps
     assert sum(name.startswith("rank0") for name in names) == 4
+    for name in names:
+        modulations = [key for key in load_file(folder / "out" / "residuals" / name) if key.startswith("modulation.")]
+        assert len(modulations) == 2 + 2 * 1  # of one double and two single blocks
 
 
 def test_processes_agree_in_weights_after_each_step_and_synchronise_once(straight):
