@@ -2026,6 +2026,9 @@ def photos_digest(photos: list[Photo]) -> str:
     return hashlib.sha256(repr([(photo.digest, photo.caption) for photo in photos]).encode()).hexdigest()
 
 
+OF_THE_PAIR = ("skip counts", "layers stored beside the residuals")  # entries that follow from the skip counts
+
+
 def fingerprint(run: Run, period: Period, period_lora: str | None) -> dict[str, Any]:
     """Everything that stored draws depend on, by name; draws are used again only where all of it is the same.
 
@@ -2074,7 +2077,7 @@ def check_residual_folder(run: Run) -> None:
         return
     found, wanted = manifest["fingerprint"], fingerprint(run, Period(0, 0, 0), None)
     ignored = {"period"} | ({"class images"} if run.class_photos_missing else set())
-    ignored |= {"skip counts"} if run.plan.pair_is_open else set()
+    ignored |= set(OF_THE_PAIR) if run.plan.pair_is_open else set()
     differing = [name for name in wanted if name not in ignored and found.get(name) != wanted[name]]
     if differing:
         refuse(
@@ -2701,8 +2704,9 @@ def complete_plan(run: Run, curves: BlockCurves) -> None:
 
 def curves_fingerprint(run: Run) -> dict[str, Any]:
     """Everything that curves measured in a run depend on, by name."""
-    of_training = ("skip counts", "period", "class images", "prior loss weight", "repeats", "processes", "cropping")
-    wanted = {k: v for k, v in fingerprint(run, Period(0, 0, 0), None).items() if k not in of_training}
+    of_training = ("period", "class images", "prior loss weight", "repeats", "processes", "cropping", "quantisation")
+    wanted = fingerprint(run, Period(0, 0, 0), None)
+    wanted = {name: value for name, value in wanted.items() if name not in (*of_training, *OF_THE_PAIR)}
     return json.loads(json.dumps(wanted))
 
 
@@ -3507,11 +3511,12 @@ def check_checkpoint(run: Run) -> None:
 
 
 def _only_differing(one: Any, other: Any) -> tuple[Any, Any]:
-    """Of two mappings the entries that differ; any other two values as they are."""
-    if not isinstance(one, dict) or not isinstance(other, dict):
-        return tuple("none" if value is None else value for value in (one, other))
-    keys = [key for key in (one | other) if one.get(key) != other.get(key)]
-    return {key: one.get(key) for key in keys}, {key: other.get(key) for key in keys}
+    """Of two mappings the entries that differ, of one beside None those that say something; others as they are."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = [key for key in (one | other) if one.get(key) != other.get(key)]
+        return {key: one.get(key) for key in keys}, {key: other.get(key) for key in keys}
+    said = ({k: v for k, v in value.items() if v} if isinstance(value, dict) else value for value in (one, other))
+    return tuple("none" if value is None else value for value in said)
 
 
 def lora_at_start(run: Run) -> pathlib.Path | None:

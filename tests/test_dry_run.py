@@ -20,16 +20,13 @@ that changes a phase does not change its estimate, or if the flags that are prop
 import contextlib
 import itertools
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 
 import blockskip_utils as blockskip
-from conftest import CATS, ROOT, launch
+from conftest import CATS, ROOT
 
 GIB = 2**30
 NF4 = ROOT / "examples" / "nf4.json"
@@ -55,6 +52,12 @@ def dry_run(case, configs, tmp_path):
         return json.loads((tmp_path / "dry.json").read_text())
 
     return run
+
+
+@pytest.fixture
+def no_flops(monkeypatch):
+    """Leave the counting of FLOPs out, which is half of the work."""
+    monkeypatch.setattr(blockskip, "count_flops", lambda action: 0)
 
 
 def by_name(content):
@@ -113,7 +116,7 @@ def test_every_phase_reads_the_same_with_real_tensors_to_the_byte(dry_run, case,
     assert real["phases"] == fake["phases"]
 
 
-def test_flags_change_the_phases_that_they_act_on_and_no_others(case, dry_run):
+def test_flags_change_the_phases_that_they_act_on_and_no_others(case, dry_run, no_flops):
     validation = ("--validation_prompt", "x", "--num_validation_images", 1)
 
     def peaks(*flags):
@@ -150,7 +153,7 @@ def test_gradients_of_an_earlier_batch_count_when_steps_accumulate(case, dry_run
     assert (two["flops"], four["flops"]) == (2 * one["flops"], 4 * one["flops"])
 
 
-def test_phases_that_do_not_fit_are_marked_and_no_more_flags_are_proposed_than_needed(case, dry_run, capsys):
+def test_phases_that_do_not_fit_are_marked_and_no_more_flags_are_proposed_than_needed(case, dry_run, capsys, no_flops):
     flags = (*case.skip, "--validation_prompt", "x", "--num_validation_images", 1)
     plain, offloaded = (
         max(phase["peak_device_bytes"] for phase in dry_run(*flags, *more)["phases"]) / GIB
@@ -170,7 +173,7 @@ def test_phases_that_do_not_fit_are_marked_and_no_more_flags_are_proposed_than_n
     )
 
 
-def test_proposed_flags_make_it_fit_together_and_none_of_them_is_needless(flux, tmp_path):
+def test_proposed_flags_make_it_fit_together_and_none_of_them_is_needless(flux, tmp_path, no_flops):
     def run(*flags):
         arguments = flux.command(CATS, tmp_path / "out", "--dry_run", "--dry_run_json", tmp_path / "dry.json", *flags)
         flux.run(arguments)
@@ -197,7 +200,7 @@ def test_measuring_which_blocks_to_skip_is_a_phase_of_its_own(case, dry_run, cap
     assert "to be measured in this run" in capsys.readouterr().out
 
 
-def test_where_nothing_suffices_it_says_so(case, dry_run, capsys):
+def test_where_nothing_suffices_it_says_so(case, dry_run, capsys, no_flops):
     content = dry_run(*case.skip, "--device_memory_gb", 1e-6)
     assert content["remedy"] is None and content["too_large"]
     assert "None of the flags that save memory suffices" in capsys.readouterr().out
@@ -213,38 +216,6 @@ def test_a_json_file_that_cannot_be_written_is_refused_first(case, configs, tmp_
     arguments = case.command(CATS, tmp_path / "out", "--dry_run", "--dry_run_json", tmp_path / "no" / "dry.json")
     with pytest.raises(SystemExit, match=r"--dry_run_json .* is no folder that can be written"):
         case.run(arguments)
-
-
-def test_flux_dev_in_nf4_runs_in_3_gib_with_offload(tmp_path):
-    arguments = ["--pretrained_model_name_or_path", ROOT / "examples" / "configs" / "FLUX.1-dev"]
-    arguments += ["--instance_data_dir", CATS, "--instance_prompt", "a photo of sks cat", "--mixed_precision", "bf16"]
-    arguments += ["--skip_first", 19, "--skip_last", 10, "--rank", 16, "--train_batch_size", 1, "--resolution", 1024]
-    arguments += ["--gradient_checkpointing", "--offload", "--bnb_quantization_config_path", NF4]
-    arguments += ["--validation_prompt", "a photo of sks cat on the moon", "--dry_run"]
-    arguments += ["--dry_run_json", tmp_path / "dry.json", "--output_dir", tmp_path / "out"]
-    done = launch(ROOT / "train_dreambooth_blockskip_flux.py", arguments)
-    assert done.returncode == 0, done.stderr
-    phases = by_name(json.loads((tmp_path / "dry.json").read_text()))
-    assert phases["train"]["peak_device_bytes"] <= 2.8 * GIB
-    assert max(phase["peak_device_bytes"] for phase in phases.values()) <= 3 * GIB
-    # weights that no phase does without: the trained blocks' attention and feed-forward in half a byte
-    assert phases["train"]["peak_device_bytes"] > 28 * (4 * 3072 * 3072 + 2 * 3072 * 12288) / 2
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-def test_resident_memory_of_a_step_grows_by_what_the_meter_says(checkpointing):
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "resident_step.py", "2", "4", str(checkpointing)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    growth = json.loads(done.stdout.splitlines()[-1])
-    assert growth["meter"] > 100 * 2**20 and growth["weights"] > 300 * 2**20
-    assert growth["resident"] == pytest.approx(growth["meter"], rel=0.15)
 
 
 def test_numbers_read_off_fake_tensors_are_one_and_those_of_real_ones_are_their_own():
