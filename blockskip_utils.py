@@ -892,7 +892,8 @@ def _skipped_spans(transformer: nn.Module, skip_first: int, skip_last: int) -> l
 
 def _inputs(block: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
     """A block's inputs by name; models call blocks by keyword, or by position under gradient checkpointing."""
-    return inspect.signature(block.forward).bind(*args, **kwargs).arguments
+    # of the class: hooks in diffusers 0.35 hide the signature of the block's own
+    return inspect.signature(type(block).forward).bind(block, *args, **kwargs).arguments
 
 
 class ResidualRecording:
@@ -981,11 +982,11 @@ class _SkippedBlock(nn.Module):
 
     def __init__(self, original: nn.Module, layout: BlockLayout, handle: "SkipHandle", span: _Span | None) -> None:
         super().__init__()
-        self._signature = inspect.signature(original.forward)
+        self._signature = inspect.signature(type(original).forward)
         self._layout, self._handle, self._span = layout, handle, span
 
     def forward(self, *args, **kwargs):
-        inputs = self._signature.bind(*args, **kwargs).arguments
+        inputs = self._signature.bind(self, *args, **kwargs).arguments
         outputs = tuple(self._pass(stream, inputs[stream]) for stream in self._layout.returns)
         return outputs if len(outputs) > 1 else outputs[0]
 
@@ -1723,7 +1724,8 @@ def start(args: argparse.Namespace, family: ModelFamily) -> Accelerator:
     """Refuse contradictory flags and missing packages, then start accelerate and the log."""
     for problem in (*flag_problems(args, family), *package_problems(args)):
         refuse(problem)
-    if args.dry_run and args.mixed_precision == "fp16":
+    precision = args.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if args.dry_run and precision == "fp16":
         args.mixed_precision = "bf16"  # takes as many bytes, and no GPU
     try:
         accelerator = Accelerator(
@@ -1751,7 +1753,7 @@ def start(args: argparse.Namespace, family: ModelFamily) -> Accelerator:
         "--prior_generation_precision": args.prior_generation_precision,
     }
     for flag, precision in flags.items():
-        if accelerator.device.type == "cpu" and precision == "fp16":
+        if accelerator.device.type == "cpu" and precision == "fp16" and not args.dry_run:
             refuse(f"{flag} fp16 needs an accelerator, and this run is on a CPU: use bf16 or no")
     level = logging.INFO if accelerator.is_main_process else logging.WARNING
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=level, force=True)
@@ -1842,10 +1844,13 @@ def nearest_existing(path: pathlib.Path) -> pathlib.Path:
 
 def check_folders(args: argparse.Namespace) -> None:
     """Refuse a folder that cannot be written."""
-    if args.dry_run:
-        folder = pathlib.Path(args.dry_run_json or "").absolute().parent
+    if args.dry_run and args.dry_run_json:
+        if os.path.isdir(args.dry_run_json):
+            refuse(f"--dry_run_json {args.dry_run_json} is a folder: name a file")
+        folder = pathlib.Path(args.dry_run_json).absolute().parent
         if not os.access(folder, os.W_OK):
             refuse(f"--dry_run_json {args.dry_run_json}: {folder} is no folder that can be written")
+    if args.dry_run:
         return
     folders = {"--output_dir": pathlib.Path(args.output_dir), "--residual_dir": residual_folder(args)}
     if args.with_prior_preservation:
@@ -1856,6 +1861,9 @@ def check_folders(args: argparse.Namespace) -> None:
             refuse(f"{flag} {folder}: {existing} is a file, not a folder")
         if not os.access(existing, os.W_OK):
             refuse(f"{flag} {folder} cannot be written: choose a folder that you may write to")
+
+
+CONFIG_FILES = ("model_index.json", "*/config.json", "scheduler/scheduler_config.json")
 
 
 def fetch_model(args: argparse.Namespace, family: ModelFamily) -> str:
@@ -1869,7 +1877,7 @@ def fetch_model(args: argparse.Namespace, family: ModelFamily) -> str:
     try:
         if args.dry_run:
             return snapshot_download(
-                name, revision=args.revision, cache_dir=args.cache_dir, allow_patterns=["*.json", "*/*config.json"]
+                name, revision=args.revision, cache_dir=args.cache_dir, allow_patterns=CONFIG_FILES
             )
         folder = family.pipeline_class.download(
             name, revision=args.revision, variant=args.variant, cache_dir=args.cache_dir, use_safetensors=True
@@ -2252,7 +2260,7 @@ def encode_each(run: Run, prompts: Iterable[str]) -> dict[str, dict[str, torch.T
     )
     for component in pipeline.components.values():
         if isinstance(component, nn.Module):
-            place(run, component)
+            place(run, component, whole=True)
     encoded = {}
     for prompt in tqdm(dict.fromkeys(prompts), "encode prompts", disable=not run.accelerator.is_local_main_process):
         tensors = run.family.encode_prompt(run, pipeline, prompt)
@@ -2267,16 +2275,25 @@ def stack_prompts(encoded: Mapping[str, dict[str, torch.Tensor]], prompts: list[
     return {name: torch.cat([encoded[prompt][name] for prompt in prompts]) for name in encoded[prompts[0]]}
 
 
-def place(run: Run, module: nn.Module) -> None:
-    """Have a frozen module compute on the device: moved there, or with --offload passing through it piece by piece."""
+def place(run: Run, module: nn.Module, *, whole: bool = False) -> None:
+    """Have a frozen module compute on the device: moved there, or with --offload passing through it layer by layer.
+
+    Args:
+        whole: The module is a whole model that is called by its forward, with the same layers in the same order every
+            time: then on CUDA each layer is fetched on a stream while the one before it computes. diffusers does not
+            wait for parameters of the outermost module there, so a model that has some does without.
+    """
     device = run.accelerator.device
     if not run.args.offload:
         module.to(device)
         return
-    # the layer after the present one is fetched on a stream, in the order of the first forward pass; a VAE has none,
-    # being called by encode and decode
-    use_stream = device.type == "cuda" and not hasattr(module, "decode")
-    apply_group_offloading(module, onload_device=device, offload_type="leaf_level", use_stream=use_stream)
+    if device.type == "cpu" and Version(diffusers.__version__) < Version("0.36"):
+        return  # it cannot offload without an accelerator, and there is nowhere to offload from
+    has_own = next(module.parameters(recurse=False), None) is not None
+    use_stream = whole and device.type == "cuda" and not has_own
+    # pinned on the way: else all of the module would lie in pinned memory, which is not given back
+    options = {"use_stream": True, "low_cpu_mem_usage": True} if use_stream else {}
+    apply_group_offloading(module, onload_device=device, offload_type="leaf_level", **options)
 
 
 def take_back(module: nn.Module) -> None:
@@ -2357,7 +2374,7 @@ def make_class_images(run: Run, prompts: Mapping[str, dict[str, torch.Tensor]]) 
     accelerator.wait_for_everyone()  # before any process writes: all must share out the same list
     dtype = DTYPES[args.prior_generation_precision or accelerator.mixed_precision]
     transformer, vae = load_transformer(run, dtype), load_vae(run)
-    place(run, transformer)
+    place(run, transformer, whole=True)
     place(run, vae)
     pipeline = image_pipeline(run, transformer, vae)
     pipeline.set_progress_bar_config(disable=True)
@@ -2431,14 +2448,14 @@ def mask_text(transformer: nn.Module, blocks: Iterable[int]) -> Iterator[None]:
 
 def _mask_joint_attention(block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Give a block's attention a mask that hides the text, which comes first, from the image."""
-    bound = inspect.signature(block.forward).bind(*args, **kwargs)
+    bound = inspect.signature(type(block).forward).bind(block, *args, **kwargs)
     inputs = bound.arguments
     text, image = (inputs[stream].shape[1] for stream in ("encoder_hidden_states", "hidden_states"))
     # not of two dimensions, which some attention backends take for (B, keys)
     visible = torch.ones(1, 1, text + image, text + image, dtype=torch.bool, device=inputs["hidden_states"].device)
     visible[..., text:, :text] = False  # rows are queries
     inputs["joint_attention_kwargs"] = {**(inputs.get("joint_attention_kwargs") or {}), "attention_mask": visible}
-    return bound.args, bound.kwargs
+    return bound.args[1:], bound.kwargs
 
 
 def _attend_to_nothing(output_layer: nn.Module, args: tuple) -> tuple:
@@ -2731,7 +2748,7 @@ def measure_curves(run: Run, prompts: Mapping[str, dict[str, torch.Tensor]]) -> 
     accelerator = run.accelerator
     mine = probe_latents(run)[accelerator.process_index :: accelerator.num_processes]
     transformer = load_transformer(run, run.weight_dtype)
-    place(run, transformer)
+    place(run, transformer, whole=True)
     samples = {
         draw.name: functools.partial(
             probe_pass, run, transformer, noisy.to(accelerator.device), draw.timestep, prompts[draw.prompt]
@@ -3665,7 +3682,8 @@ def validate(run: Run, prompts: Mapping[str, dict[str, torch.Tensor]]) -> list[p
     transformer, vae = load_transformer(run, run.weight_dtype), load_vae(run)
     transformer.load_lora_adapter(str(run.output), weight_name=LORA_FILE, prefix="transformer")
     compute_lora_in_frozen_precision(transformer)
-    place(run, transformer)
+    transformer.eval()  # the layers of the LoRA came in training mode, with their dropout
+    place(run, transformer, whole=True)
     place(run, vae)
     return draw_images(run, transformer, vae, prompts, "final", run.plan.max_steps)
 
@@ -3944,8 +3962,18 @@ def fake_tensors() -> Iterator[None]:
 
 def fill(module: nn.Module) -> None:
     """Give a module from the meta device weights in host memory; within `fake_tensors` they take none."""
-    # not `to_empty`: it hands the meta tensors to an operator, and they belong to no fake mode
-    module._apply(lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"))
+    made: dict[int, torch.Tensor] = {}  # tied weights stay tied
+    for layer in module.modules():
+        for name, parameter in layer._parameters.items():
+            if parameter is not None:
+                zeros = made.get(id(parameter))
+                if zeros is None:
+                    zeros = torch.zeros(parameter.shape, dtype=parameter.dtype, device="cpu")
+                    zeros = made[id(parameter)] = nn.Parameter(zeros, requires_grad=parameter.requires_grad)
+                layer._parameters[name] = zeros
+        for name, buffer in layer._buffers.items():
+            if buffer is not None:
+                layer._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu")
 
 
 def held_tensors(module: nn.Module) -> list[torch.Tensor]:
@@ -4453,7 +4481,12 @@ def estimate_run(run: Run) -> None:
     """Put the estimates beside what the report will measure, and warn where the device at hand is too small."""
     if not run.accelerator.is_main_process:
         return
-    run.report.estimates |= {phase.name: phase for phase in estimate_phases(run, counts_flops=False)}
+    try:
+        phases = estimate_phases(run, counts_flops=False)
+    except Exception as problem:  # of a library that cannot compute without data; the run itself does not need it
+        logger.warning(f"what the phases need cannot be estimated: {str(problem).splitlines()[0]}")
+        return
+    run.report.estimates |= {phase.name: phase for phase in phases}
     if run.accelerator.device.type != "cuda":
         return
     memory = torch.cuda.get_device_properties(run.accelerator.device).total_memory
@@ -4526,15 +4559,18 @@ def memory_savers(run: Run) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "--gradient_checkpointing", {"gradient_checkpointing": True}
     for ratio in (0.3, 0.4, 0.5):
         if skip_count(ratio, plan.depth) > plan.skip_first + plan.skip_last:
+            counts = " in place of --skip_first, --skip_last" if args.skip_first + args.skip_last else ""
             changes = {"skip_ratio": ratio, "skip_first": 0, "skip_last": 0}
-            yield f"--skip_ratio {ratio}", changes
+            yield f"--skip_ratio {ratio}{counts}", changes
+    if args.patch_resolution > run.family.patch_resolution:
+        size = run.family.patch_resolution
+        yield f"--patch_resolution {size}", {"patch_resolution": size}
+    if not importlib.util.find_spec("bitsandbytes"):
+        return
     if args.optimizer == "adamw" and not args.use_8bit_adam:
         yield "--use_8bit_adam", {"use_8bit_adam": True}
     if not run.quantization:
         yield "--bnb_quantization_config_path examples/nf4.json", {"quantization": NF4}
-    if args.patch_resolution > run.family.patch_resolution:
-        size = run.family.patch_resolution
-        yield f"--patch_resolution {size}", {"patch_resolution": size}
 
 
 def with_changes(run: Run, changes: Mapping[str, Any]) -> Run:

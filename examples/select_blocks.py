@@ -184,6 +184,9 @@ def precision(args: argparse.Namespace) -> str:
 def find_subjects(args: argparse.Namespace) -> list[Subject]:
     """One subject for each prompt, with its LoRA and photos."""
     loras, folders = args.lora or [None], args.instance_data_dir or [None]
+    for lora in args.lora or []:
+        if not Path(lora).exists() and lora.count("/") != 1:  # with one it may be on the hub
+            refuse(f"--lora {lora} does not exist: give a folder, a .safetensors file or a hub id")
     subjects = []
     for number, prompt in enumerate(args.prompt):
         lora, folder = loras[min(number, len(loras) - 1)], folders[min(number, len(folders) - 1)]
@@ -211,6 +214,7 @@ def load_loras(args: argparse.Namespace, pipeline: DiffusionPipeline) -> None:
             pipeline.load_lora_weights(str(folder), weight_name=file, adapter_name=adapter_name(number))
         except (OSError, ValueError) as problem:
             refuse(f"--lora {lora} cannot be loaded: {str(problem).splitlines()[0]}")
+    pipeline.transformer.eval()  # the layers of the LoRAs came in training mode, with their dropout
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -212,7 +212,42 @@ def test_flags_of_a_dry_run_are_refused_without_one(case, tmp_path, flags):
         case.run(case.command(CATS, tmp_path / "out", *flags))
 
 
+def test_a_dry_run_for_fp16_needs_no_gpu_however_it_is_asked_for(case, dry_run, monkeypatch, no_flops):
+    bf16 = dry_run(*case.skip, "--mixed_precision", "bf16")["phases"]
+    assert dry_run(*case.skip, "--mixed_precision", "fp16")["phases"] == bf16
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")  # as accelerate launch says it
+    assert dry_run(*case.skip)["phases"] == bf16
+
+
+def test_an_estimate_that_fails_does_not_end_the_run(case, tmp_path, monkeypatch, caplog):
+    def fail(*args, **kwargs):
+        raise RuntimeError("no kernel for tensors without data\nand more")
+
+    monkeypatch.setattr(blockskip, "estimate_phases", fail)
+    case.run(case.command(CATS, tmp_path / "out", *case.skip, steps=1), estimates=True)
+    assert (tmp_path / "out" / blockskip.LORA_FILE).is_file()
+    report = json.loads((tmp_path / "out" / "run_report.json").read_text())
+    assert all(phase["estimated_device_bytes"] is None for phase in report["phases"])
+
+
+def test_counts_of_blocks_give_way_to_a_proposed_ratio(case, configs, tmp_path, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(blockskip, "dry_run", lambda run: seen.update(run=run))
+    for flags, words in (((), "--skip_ratio 0.5"), (("--skip_first", 1), "--skip_ratio 0.5 in place of --skip_first")):
+        arguments = case.command(CATS, tmp_path / "out", "--dry_run", *flags)
+        arguments[arguments.index("--pretrained_model_name_or_path") + 1] = str(configs)
+        case.run(arguments)
+        proposed = [saver for saver, _ in blockskip.memory_savers(seen["run"])]
+        assert any(saver.startswith(words) for saver in proposed), proposed
+        assert ("in place of" in " ".join(proposed)) == bool(flags)
+    monkeypatch.setattr(blockskip.importlib.util, "find_spec", lambda name: None)
+    assert not any("bit" in saver or "bnb" in saver for saver, _ in blockskip.memory_savers(seen["run"]))
+
+
 def test_a_json_file_that_cannot_be_written_is_refused_first(case, configs, tmp_path):
+    arguments = case.command(CATS, tmp_path / "out", "--dry_run", "--dry_run_json", tmp_path)
+    with pytest.raises(SystemExit, match=r"--dry_run_json .* is a folder: name a file"):
+        case.run(arguments)
     arguments = case.command(CATS, tmp_path / "out", "--dry_run", "--dry_run_json", tmp_path / "no" / "dry.json")
     with pytest.raises(SystemExit, match=r"--dry_run_json .* is no folder that can be written"):
         case.run(arguments)

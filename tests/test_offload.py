@@ -33,7 +33,7 @@ from test_runs import spy_on
 from torch import nn
 
 import blockskip_utils as blockskip
-from conftest import CATS, is_estimate, make_flux
+from conftest import CATS, is_estimate, make_flux, make_sana
 
 
 def groups_of(module):
@@ -101,7 +101,7 @@ def test_offloaded_run_stores_the_same_residuals_and_draws_the_same_images(case,
     placed, empty = [], []
     passage = Passage(monkeypatch)
 
-    def look(result, run, module):
+    def look(result, run, module, **options):
         groups = groups_of(module)
         carried = {id(tensor) for group in groups.values() for tensor in own_tensors(group)}
         assert {id(tensor) for tensor in (*module.parameters(), *module.buffers())} == carried
@@ -313,3 +313,22 @@ def test_skipped_blocks_modulations_and_vae_are_given_up_unless_wanted_again(cas
         case.family.name == "FLUX"
     )
     assert len(watched) > 50 and alive == [set() if are_freed else set(watched)] * steps
+
+
+def test_layers_are_fetched_ahead_only_where_diffusers_waits_for_them(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        blockskip, "apply_group_offloading", lambda module, use_stream=False, **options: asked.append(use_stream)
+    )
+    run = types.SimpleNamespace(
+        args=argparse.Namespace(offload=True), accelerator=types.SimpleNamespace(device=torch.device("cuda"))
+    )
+    flux, sana = make_flux(), make_sana()
+    for module, whole in (
+        (flux, True),
+        (flux, False),  # blocks of it, and a VAE, whose layers run in more than one order
+        (sana, True),  # has a parameter of its own, which diffusers would not wait for
+        (flux.single_transformer_blocks[0].norm.linear, True),
+    ):
+        blockskip.place(run, module, whole=whole)
+    assert asked == [True, False, False, False]

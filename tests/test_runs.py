@@ -748,3 +748,17 @@ def test_a_loss_that_is_no_number_ends_the_run_plainly(case, tmp_path):
     flags = (*case.skip, "--learning_rate", 1e30, "--checkpointing_steps", 1)
     with pytest.raises(SystemExit, match=r"error: the loss is .* in step \d"):
         case.run(case.command(CATS, tmp_path / "out", *flags, steps=8))
+
+
+def test_final_images_are_drawn_without_dropout(case, tmp_path, monkeypatch):
+    modes = []
+    spy_on(
+        monkeypatch,
+        "draw_images",
+        before=lambda run, transformer, *_: modes.extend(
+            module.training for module in transformer.modules() if isinstance(module, torch.nn.Dropout)
+        ),
+    )
+    flags = (*case.skip, "--lora_dropout", 0.5, "--validation_prompt", "sks", "--num_validation_images", 1)
+    case.run(case.command(CATS, tmp_path / "out", *flags, steps=1))
+    assert modes and not any(modes)
