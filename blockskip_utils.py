@@ -2363,8 +2363,6 @@ def image_pipeline(run: Run, transformer: nn.Module, vae: nn.Module) -> Any:
 def make_class_images(run: Run, prompts: Mapping[str, dict[str, torch.Tensor]]) -> None:
     """Generate the class images that prior preservation lacks; each depends on its number only, not on the process."""
     args, accelerator = run.args, run.accelerator
-    if not run.class_photos_missing:
-        return
     folder = pathlib.Path(args.class_data_dir)
     folder.mkdir(parents=True, exist_ok=True)
     own = re.compile(r"blockskip-class-\d{5}\.png")

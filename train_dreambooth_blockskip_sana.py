@@ -204,8 +204,9 @@ def main(args: argparse.Namespace) -> None:
         return
     with report.phase("encode prompts"):
         prompts = blockskip.encode_prompts(run)
-    with report.phase("class images"):
-        blockskip.make_class_images(run, prompts)
+    if run.class_photos_missing:
+        with report.phase("class images"):
+            blockskip.make_class_images(run, prompts)
     if args.skip_ratio is not None:
         with report.phase("choose blocks"):
             blockskip.choose_blocks(run, prompts)
