@@ -1774,7 +1774,9 @@ def check(args: argparse.Namespace, family: ModelFamily, accelerator: Accelerato
         args.patch_resolution = min(family.patch_resolution, args.resolution)
     transformer = transformer_structure(args, family)
     check_folders(args)
-    photos, class_photos = load_photos(args), load_class_photos(args)
+    # a dataset's cache is made by one process: made by several at once, it fails in some
+    with accelerator.main_process_first() if args.dataset_name else contextlib.nullcontext():
+        photos, class_photos = load_photos(args), load_class_photos(args)
     checkpoint = find_checkpoint(args)
     with accelerator.main_process_first():
         model_folder = fetch_model(args, family)
@@ -1809,9 +1811,9 @@ def check(args: argparse.Namespace, family: ModelFamily, accelerator: Accelerato
         check_residual_folder(run)
         check_disk(plan, run.store())
         prepare_hub(args, accelerator)
-        estimate_run(run)
         set_earlier_run_aside(run)
         start_trackers(run)
+        estimate_run(run)
     return run
 
 
