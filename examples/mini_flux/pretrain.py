@@ -28,6 +28,7 @@ evaluation, the commands.
 
 import argparse
 import collections
+import itertools
 import json
 import os
 import random
@@ -38,14 +39,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scenes
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import pre_tokenizers
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5TokenizerFast
+
+import scenes
 
 WIDTH = 128  # of the transformer
 TEXT_WIDTH = 96
@@ -101,11 +103,11 @@ def _start_as_identity(transformer: nn.Module) -> None:
 
 def _autoencoder() -> AutoencoderKL:
     return AutoencoderKL(
-        block_out_channels=(16, 32, 64, 64),  # three halvings: a factor of 8, which the FLUX script expects
+        block_out_channels=(8, 16, 32, 64),  # three halvings: a factor of 8, which the FLUX script expects
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
         layers_per_block=1,
-        norm_num_groups=8,
+        norm_num_groups=4,
         latent_channels=LATENT_CHANNELS,
         use_quant_conv=False,
         use_post_quant_conv=False,
@@ -116,23 +118,33 @@ def _autoencoder() -> AutoencoderKL:
 
 
 def clip_tokenizer() -> CLIPTokenizer:
-    """Every word of the vocabulary is one token; other words are spelt in bytes."""
-    trainer = trainers.BpeTrainer(
-        vocab_size=10_000,
-        min_frequency=1,
-        end_of_word_suffix="</w>",
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    learner = Tokenizer(models.BPE())
-    learner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    learner.train_from_iterator(scenes.vocabulary(), trainer)
-    model = json.loads(learner.to_str())["model"]
-    pieces = sorted(model["vocab"], key=model["vocab"].get)
-    pieces += [f"{letter}</w>" for letter in sorted(pre_tokenizers.ByteLevel.alphabet())]
+    """Every word of the vocabulary is one token; other words are spelt in bytes or parts of words."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = word_merges(scenes.vocabulary())
+    pieces = [*letters, *(f"{letter}</w>" for letter in letters), *map("".join, merges)]
     pieces = list(dict.fromkeys([*pieces, "<|startoftext|>", "<|endoftext|>"]))
-    merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
     return CLIPTokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges, model_max_length=77)
+
+
+def word_merges(words: list[str]) -> list[tuple[str, str]]:
+    """Byte-pair merges that make each word one piece; the same in every run, which the library's trainer's are not."""
+    spelt = [[*word[:-1], f"{word[-1]}</w>"] for word in words]
+    merges = []
+    while any(len(pieces) > 1 for pieces in spelt):
+        pairs = collections.Counter(pair for pieces in spelt for pair in itertools.pairwise(pieces))
+        merges.append(max(pairs, key=lambda pair: (pairs[pair], pair)))
+        spelt = [_merged(pieces, merges[-1]) for pieces in spelt]
+    return merges
+
+
+def _merged(pieces: list[str], pair: tuple[str, str]) -> list[str]:
+    merged: list[str] = []
+    for piece in pieces:
+        if merged and (merged[-1], piece) == pair:
+            merged[-1] += piece
+        else:
+            merged.append(piece)
+    return merged
 
 
 def t5_tokenizer() -> T5TokenizerFast:
@@ -207,26 +219,29 @@ def _autoencoder_picture(rng: random.Random, side: int = 64) -> Image.Image:
 def train_autoencoder(work: Path, args: argparse.Namespace) -> AutoencoderKL:
     """Train until `--autoencoder_steps`, or load what has been trained; returns it with its latents' statistics."""
     vae = make_pipeline(1, 1, args.seed).vae
-    optimizer = torch.optim.AdamW(vae.parameters(), args.autoencoder_lr, betas=(0.9, 0.99))
-    state = {"vae": vae, "optimizer": optimizer}
+    optimizers = make_optimizers(vae, lambda name: True)
+    state = {"vae": vae, **optimizers}
     start = load_checkpoint(work / "autoencoder.pt", state)
+    losses, began = [], time.monotonic()
     for step in counted(start, args.autoencoder_steps, "autoencoder"):
-        set_rate(optimizer, autoencoder_rate(step, args))
         rng = random.Random(f"{args.seed}/autoencoder/{step}")
-        pixels = to_tensor([_autoencoder_picture(rng) for _ in range(16)])
+        pixels = to_tensor([_autoencoder_picture(rng) for _ in range(8)])
         loss = autoencoder_loss(vae, pixels, torch.Generator().manual_seed(step))
-        optimize(optimizer, loss)
+        optimize(optimizers, loss, autoencoder_rate(step, args))
+        losses.append(loss.item())
         if (step + 1) % args.save_every == 0 or step + 1 == args.autoencoder_steps:
             save_checkpoint(work / "autoencoder.pt", state, step + 1)
-            log(work, phase="autoencoder", step=step + 1, loss=loss.item())
+            seconds = (time.monotonic() - began) / len(losses)
+            log(work, phase="autoencoder", step=step + 1, seconds_per_step=seconds, loss=sum(losses) / len(losses))
+            losses, began = [], time.monotonic()
     set_statistics(vae.eval(), args.seed)
     return vae
 
 
 def autoencoder_rate(step: int, args: argparse.Namespace) -> float:
-    """Learning rate: it rises for 100 steps and falls linearly over the last third."""
-    left = (args.autoencoder_steps - step) / (args.autoencoder_steps / 3)
-    return args.autoencoder_lr * min(1, (step + 1) / 100, left)
+    """Learning rate: it rises for 50 steps and falls linearly over the last half."""
+    left = (args.autoencoder_steps - step) / (args.autoencoder_steps / 2)
+    return args.autoencoder_lr * min(1, (step + 1) / 50, left)
 
 
 def autoencoder_loss(vae: AutoencoderKL, pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -247,7 +262,7 @@ def set_statistics(vae: AutoencoderKL, seed: int) -> None:
 
 
 @torch.no_grad()
-def evaluate_autoencoder(vae: AutoencoderKL, count: int = 200) -> dict[str, float]:
+def evaluate_autoencoder(vae: AutoencoderKL, count: int) -> dict[str, float]:
     """Shares of reconstructed scenes that the checker reads right, and the squared error."""
     rng = random.Random("autoencoder test")
     shown = [scenes.random_scene(rng, held_out=number % 4 == 0) for number in range(count)]
@@ -275,16 +290,15 @@ def make_pool(work: Path, vae: AutoencoderKL, args: argparse.Namespace) -> dict[
     file = work / "pool.pt"
     rng = random.Random(f"{args.seed}/pool")
     drawn = [scenes.random_scene(rng) for _ in range(args.pool)]
-    if file.exists():
-        return {"scenes": drawn, **torch.load(file)}
-    pool = {
-        "full": _encode(vae, [lambda s=s: scenes.draw_scene(s) for s in drawn]),
-        "half": _encode(vae, [lambda s=s: scenes.draw_scene(s, RESOLUTIONS[1]) for s in drawn]),
-        "crop": _encode(vae, [lambda s=s: random_crop(scenes.draw_scene(s), rng) for s in drawn]),
-    }
-    torch.save(pool, file.with_suffix(".partial"))
-    os.replace(file.with_suffix(".partial"), file)
-    return {"scenes": drawn, **pool}
+    if not file.exists():
+        pool = {
+            "full": _encode(vae, [lambda s=s: scenes.draw_scene(s) for s in drawn]),
+            "half": _encode(vae, [lambda s=s: scenes.draw_scene(s, RESOLUTIONS[1]) for s in drawn]),
+            "crop": _encode(vae, [lambda s=s: random_crop(scenes.draw_scene(s), rng) for s in drawn]),
+        }
+        torch.save(pool, file.with_suffix(".partial"))
+        os.replace(file.with_suffix(".partial"), file)
+    return {"scenes": drawn, **torch.load(file)}
 
 
 def random_crop(picture: Image.Image, rng: random.Random) -> Image.Image:
@@ -300,7 +314,7 @@ def _encode(vae: AutoencoderKL, makers: list[Callable[[], Image.Image]], batch: 
     for start in range(0, len(makers), batch):
         pixels = to_tensor([make() for make in makers[start : start + batch]])
         parts.append((vae.encode(pixels).latent_dist.mean - config.shift_factor) * config.scaling_factor)
-    return torch.cat(parts)
+    return torch.cat(parts).contiguous()  # in one order, for sums depend on it in their last bit
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -312,15 +326,14 @@ def train_transformer(work: Path, pipeline: FluxPipeline, pool: dict[str, Any], 
     """Train the transformer and the text encoders up to `--steps`, resuming from the checkpoint in `work`."""
     models = nn.ModuleDict({name: getattr(pipeline, name) for name in TRAINED}).train()
     average = {name: tensor.detach().clone() for name, tensor in models.state_dict().items()}
-    optimizer = make_optimizer(models, args)
-    state = {"models": models, "average": average, "optimizer": optimizer}
+    optimizers = make_optimizers(models, is_hidden_matrix, weight_decay=0.01)
+    state = {"models": models, "average": average, **optimizers}
     start = load_checkpoint(work / "transformer.pt", state)
     losses, began = collections.defaultdict(list), time.monotonic()
     for step in counted(start, args.steps, "transformer"):
-        set_rate(optimizer, args.lr * min(1, (step + 1) / args.warmup))
         kind, batch = make_batch(pipeline, pool, step, args)
         loss = flow_matching_loss(models, *batch)
-        optimize(optimizer, loss)
+        optimize(optimizers, loss, args.lr * min(1, (step + 1) / args.warmup))
         update_average(average, models, step)
         losses[kind].append(loss.item())
         if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
@@ -331,16 +344,13 @@ def train_transformer(work: Path, pipeline: FluxPipeline, pool: dict[str, Any], 
             losses, began = collections.defaultdict(list), time.monotonic()
 
 
-def make_optimizer(models: nn.ModuleDict, args: argparse.Namespace) -> torch.optim.Optimizer:
-    """AdamW without decay of vectors and embeddings."""
-    decayed = [p for p in models.parameters() if p.ndim > 1]
-    others = [p for p in models.parameters() if p.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, args.lr, betas=(0.9, 0.98), foreach=True)
+def is_hidden_matrix(name: str) -> bool:
+    """Whether a parameter is one of those that Muon is for: matrices inside of the blocks, but not the modulations."""
+    return "blocks." in name and ".norm" not in name
 
 
 def make_batch(pipeline: FluxPipeline, pool: dict[str, Any], step: int, args: argparse.Namespace) -> tuple:
-    """The batch of a step: its kind, and latents (B, C, h, w), noise, sigmas (B,) and the token ids of the captions."""
+    """The batch of a step: its kind; latents (B, C, h, w), noise, sigmas (B,) and the token ids of the captions."""
     rng = random.Random(f"{args.seed}/batch/{step}")
     kind = rng.choices(("full", "half", "crop"), weights=args.mixture)[0]
     size = args.batch_size if kind == "full" else 2 * args.batch_size
@@ -355,7 +365,7 @@ def make_batch(pipeline: FluxPipeline, pool: dict[str, Any], step: int, args: ar
 
 
 def tokenize(pipeline: FluxPipeline, captions: list[str]) -> dict[str, torch.Tensor]:
-    """Token ids for both text encoders, (B, 16) each: CLIP is causal, and needs none of the pipeline's further pads."""
+    """Token ids for both text encoders, (B, 16) each: CLIP is causal, so further pads would change nothing."""
     options = {"padding": "max_length", "max_length": TEXT_TOKENS, "truncation": True, "return_tensors": "pt"}
     return {
         "text_encoder": pipeline.tokenizer(captions, **options).input_ids,
@@ -394,18 +404,74 @@ def update_average(average: dict[str, torch.Tensor], models: nn.ModuleDict, step
             average[name].lerp_(tensor, 1 - decay)
 
 
-def optimize(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
-    """One step down the gradient, whose norm is limited to 1."""
-    optimizer.zero_grad()
+# ---------------------------------------------------------------------------------------------------------------------
+# The optimizers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose matrices are made orthogonal, so that all directions of a layer learn at one pace.
+
+    torch has it since 2.9, for matrices alone; the kernels of convolutions are flattened to matrices here. The steps
+    have the size of AdamW's, as in arXiv 2502.16982, so that both share a learning rate.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], momentum: float = 0.95, weight_decay: float = 0.0) -> None:
+        super().__init__(parameters, {"lr": 0.0, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Move every parameter that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._move(parameter, group)
+
+    def _move(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["momentum"] = torch.zeros_like(parameter)
+        mean = state["momentum"].lerp_(parameter.grad, 1 - group["momentum"])
+        ahead = parameter.grad.lerp(mean, group["momentum"])  # Nesterov's
+        scale = 0.2 * max(parameter.shape[0], parameter[0].numel()) ** 0.5
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(orthogonal(ahead.flatten(1)).view_as(parameter), alpha=-group["lr"] * scale)
+
+
+def orthogonal(matrix: torch.Tensor, rounds: int = 5) -> torch.Tensor:
+    """Draw all singular values of a matrix near to 1, by the Newton-Schulz iteration of Muon."""
+    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    wide = wide / (wide.norm() + 1e-7)
+    for _ in range(rounds):
+        square = wide @ wide.T
+        wide = 3.4445 * wide + (-4.7750 * square + 2.0315 * square @ square) @ wide
+    return wide.T if matrix.shape[0] > matrix.shape[1] else wide
+
+
+def make_optimizers(
+    model: nn.Module, is_matrix: Callable[[str], bool], weight_decay: float = 0.0
+) -> dict[str, torch.optim.Optimizer]:
+    """Muon for the matrices and kernels that `is_matrix` chooses by name, AdamW for all else."""
+    named = list(model.named_parameters())
+    matrices = [p for name, p in named if p.ndim > 1 and is_matrix(name)]
+    others = [p for name, p in named if p.ndim <= 1 or not is_matrix(name)]
+    return {
+        "muon": Muon(matrices, weight_decay=weight_decay),
+        "adamw": torch.optim.AdamW(others, 0.0, betas=(0.9, 0.98), weight_decay=0.0),
+    }
+
+
+def optimize(optimizers: dict[str, torch.optim.Optimizer], loss: torch.Tensor, rate: float) -> None:
+    """One step down the gradient of a loss at this learning rate."""
+    for optimizer in optimizers.values():
+        optimizer.zero_grad()
     loss.backward()
-    nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
-    optimizer.step()
-
-
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of all groups."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
+    for optimizer in optimizers.values():
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -455,8 +521,8 @@ def averaged_weights(work: Path) -> dict[str, torch.Tensor]:
 def load_pipeline(source: Path, seed: int = 0) -> FluxPipeline:
     """The trained pipeline, from the folder of a training or from a file of `snapshot`."""
     weights = averaged_weights(source) if source.is_dir() else load_file(source)
-    layers = [1 + max(_numbers(weights, f"transformer.{name}.")) for name in ("transformer_blocks", "single_transformer_blocks")]
-    pipeline = make_pipeline(*layers)
+    stacks = ("transformer_blocks", "single_transformer_blocks")
+    pipeline = make_pipeline(*(1 + max(_numbers(weights, f"transformer.{stack}.")) for stack in stacks))
     for name in (*TRAINED, "vae"):
         own = {key.removeprefix(f"{name}."): t.float() for key, t in weights.items() if key.startswith(f"{name}.")}
         getattr(pipeline, name).load_state_dict(own, strict=False)  # without buffers of positions
@@ -530,7 +596,7 @@ def run_train(args: argparse.Namespace) -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     vae = train_autoencoder(args.work, args)
     if not (args.work / "pool.pt").exists():
-        log(args.work, phase="autoencoder", **evaluate_autoencoder(vae))
+        log(args.work, phase="autoencoder", **evaluate_autoencoder(vae, args.autoencoder_tests))
     pool = make_pool(args.work, vae, args)
     pipeline = make_pipeline(args.num_layers, args.num_single_layers, args.seed)
     train_transformer(args.work, pipeline, pool, args)
@@ -592,14 +658,15 @@ def parse_args(input_args: list[str] | None = None) -> argparse.Namespace:
 def _add_train_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("work", type=Path, help="folder of checkpoints")
     command.add_argument("--steps", type=int, default=20_000, help="steps of the transformer, those done included")
-    command.add_argument("--autoencoder_steps", type=int, default=1200)
+    command.add_argument("--autoencoder_steps", type=int, default=2000)
+    command.add_argument("--autoencoder_tests", type=int, default=200, help="scenes reconstructed and read at its end")
     command.add_argument("--autoencoder_lr", type=float, default=3e-3)
-    command.add_argument("--lr", type=float, default=1e-3)
+    command.add_argument("--lr", type=float, default=2e-3)
     command.add_argument("--warmup", type=int, default=100, help="steps in which the learning rate rises")
     command.add_argument("--batch_size", type=int, default=32, help="at full resolution; twice as many at half")
     command.add_argument("--mixture", type=float, nargs=3, default=(0.5, 0.35, 0.15), help="full, half, crops at half")
     command.add_argument("--sigma_shift", type=float, default=0.3, help="mean of the logit of sigma")
-    command.add_argument("--pool", type=int, default=20_000, help="scenes that are encoded")
+    command.add_argument("--pool", type=int, default=8_000, help="scenes that are encoded")
     command.add_argument("--num_layers", type=int, default=4, help="double blocks")
     command.add_argument("--num_single_layers", type=int, default=8, help="single blocks")
     command.add_argument("--save_every", type=int, default=100, help="steps between checkpoints")

@@ -39,7 +39,7 @@ COLOURS = {
     "red": (215, 40, 40),
     "orange": (245, 135, 20),
     "yellow": (250, 220, 40),
-    "green": (30, 140, 60),
+    "green": (40, 165, 70),
     "blue": (40, 75, 215),
     "purple": (130, 50, 170),
     "pink": (245, 110, 180),
@@ -254,7 +254,7 @@ def vocabulary() -> list[str]:
 
 _TEMPLATE = 32  # pixels: side to which a figure is scaled before it is compared
 _CONTRAST = 60  # a figure's pixels are so far from the background, of at most 442
-_LEAST_MATCH = 0.75  # intersection over union below which a figure is none of the shapes
+_LEAST_MATCH = 0.8  # intersection over union below which a figure is none of the shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,12 +286,13 @@ def read_picture(picture: Image.Image) -> Reading:
         return Reading(None, None, background, None, None, 0.0)
     top, bottom, left, right = rows[0], rows[-1] + 1, columns[0], columns[-1] + 1
     shape, match = _nearest_shape(mask[top:bottom, left:right])
+    sides = {name: (sum(side) / len(side),) for name, side in SIZES.items()}
     return Reading(
         shape=shape if match >= _LEAST_MATCH else None,
         colour=_nearest(np.median(pixels[_eroded(mask)], axis=0), COLOURS),
         background=background,
         place=_nearest(np.array([left + right, top + bottom]) / 2 / RESOLUTION, PLACES),
-        size=_nearest(np.array([max(right - left, bottom - top) / RESOLUTION]), {k: [np.mean(v)] for k, v in SIZES.items()}),
+        size=_nearest(np.array([max(right - left, bottom - top) / RESOLUTION]), sides),
         match=match,
     )
 
