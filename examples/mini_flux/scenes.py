@@ -349,9 +349,9 @@ def _fish(side: int) -> Image.Image:
     figure = Image.new("RGBA", (side, side))
     draw = ImageDraw.Draw(figure)
     draw.polygon([(0.62 * side, 0.5 * side), (side, 0.15 * side), (side, 0.85 * side)], fill=COLOURS["purple"])
-    draw.ellipse((0, 0.18 * side, 0.78 * side, 0.82 * side), fill=COLOURS["pink"])
-    draw.ellipse((0.12 * side, 0.34 * side, 0.28 * side, 0.5 * side), fill=(20, 20, 30))
-    draw.rectangle((0.42 * side, 0.2 * side, 0.52 * side, 0.8 * side), fill=COLOURS["purple"])
+    draw.ellipse((0, 0.27 * side, 0.78 * side, 0.73 * side), fill=COLOURS["pink"])
+    draw.ellipse((0.12 * side, 0.36 * side, 0.26 * side, 0.5 * side), fill=(20, 20, 30))
+    draw.rectangle((0.42 * side, 0.28 * side, 0.52 * side, 0.72 * side), fill=COLOURS["purple"])
     return figure
 
 
