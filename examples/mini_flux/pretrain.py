@@ -666,7 +666,7 @@ def _add_train_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--batch_size", type=int, default=32, help="at full resolution; twice as many at half")
     command.add_argument("--mixture", type=float, nargs=3, default=(0.5, 0.35, 0.15), help="full, half, crops at half")
     command.add_argument("--sigma_shift", type=float, default=0.3, help="mean of the logit of sigma")
-    command.add_argument("--pool", type=int, default=8_000, help="scenes that are encoded")
+    command.add_argument("--pool", type=int, default=6_000, help="scenes that are encoded")
     command.add_argument("--num_layers", type=int, default=4, help="double blocks")
     command.add_argument("--num_single_layers", type=int, default=8, help="single blocks")
     command.add_argument("--save_every", type=int, default=100, help="steps between checkpoints")

@@ -39,7 +39,6 @@ COLOURS = {
     "red": (215, 40, 40),
     "orange": (245, 135, 20),
     "yellow": (250, 220, 40),
-    "green": (40, 165, 70),
     "blue": (40, 75, 215),
     "purple": (130, 50, 170),
     "pink": (245, 110, 180),
@@ -59,7 +58,7 @@ PLACES = {  # centre of the figure, from the upper left corner, in shares of the
     "bottom": (0.5, 0.6875),
 }
 SIZES = {"small": (0.28125, 0.34375), "large": (0.4375, 0.5)}  # side of the figure in shares of the picture
-HELD_OUT = {("ring", "pink"), ("cross", "purple"), ("heart", "green"), ("box", "yellow")}  # never in pretraining
+HELD_OUT = {("ring", "pink"), ("cross", "purple"), ("heart", "orange"), ("box", "yellow")}  # never in pretraining
 FILLER_WORDS = ("a", "photo", "of", "on", "at", "the", "thing", "sks", "picture", "in", "with", "and")
 
 
@@ -367,7 +366,7 @@ def _star(side: int) -> Image.Image:
 
 
 def _striped_box(side: int) -> Image.Image:
-    figure = Image.new("RGBA", (side, side), COLOURS["green"])
+    figure = Image.new("RGBA", (side, side), COLOURS["blue"])
     draw = ImageDraw.Draw(figure)
     for band in (0, 2, 4):
         draw.rectangle((0, band * side / 5, side, (band + 1) * side / 5), fill=COLOURS["yellow"])
