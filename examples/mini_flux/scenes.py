@@ -313,15 +313,26 @@ def _eroded(mask: np.ndarray) -> np.ndarray:
 
 
 @functools.cache
-def _templates() -> dict[str, np.ndarray]:
-    return {shape: np.asarray(silhouette(shape, _TEMPLATE)) > 127 for shape in SHAPES}
+def _templates(side: int) -> dict[str, np.ndarray]:
+    """Every shape as it comes out of the filter at a size in pixels: the tip of a triangle does not."""
+    templates = {}
+    for shape in SHAPES:
+        drawn = Image.new("L", (side + 8, side + 8))
+        drawn.paste(silhouette(shape, side), (4, 4))
+        filtered = drawn.filter(ImageFilter.MedianFilter(5))
+        templates[shape] = _scaled(np.asarray(filtered.crop(filtered.getbbox())) > 127)
+    return templates
+
+
+def _scaled(cut: np.ndarray) -> np.ndarray:
+    figure = Image.fromarray(cut.astype(np.uint8) * 255)
+    return np.asarray(figure.resize((_TEMPLATE, _TEMPLATE), Image.Resampling.BILINEAR)) > 127
 
 
 def _nearest_shape(cut: np.ndarray) -> tuple[str, float]:
     """The shape whose silhouette overlaps most with a figure's own, both scaled to one square."""
-    scaled = Image.fromarray(cut.astype(np.uint8) * 255).resize((_TEMPLATE, _TEMPLATE), Image.Resampling.BILINEAR)
-    figure = np.asarray(scaled) > 127
-    overlap = {name: (figure & t).sum() / (figure | t).sum() for name, t in _templates().items()}
+    figure = _scaled(cut)
+    overlap = {name: (figure & t).sum() / (figure | t).sum() for name, t in _templates(max(cut.shape)).items()}
     best = max(overlap, key=overlap.get)
     return best, float(overlap[best])
 
