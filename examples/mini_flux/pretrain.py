@@ -11,7 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Builds and pretrains the mini FLUX: a FluxPipeline of 6 million parameters that draws the scenes of scenes.py.
+"""Builds and pretrains the mini FLUX: a FluxPipeline of 5.5 million parameters that draws the scenes of scenes.py.
 
     python examples/mini_flux/pretrain.py train WORK --steps 20000   # from nothing, on a CPU; resumes where it stopped
     python examples/mini_flux/pretrain.py evaluate WORK              # how many prompts are drawn right
