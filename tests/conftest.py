@@ -34,7 +34,7 @@ from PIL import Image
 from torch._guards import detect_fake_mode
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "examples" / "mini_flux")]
 
 import blockskip_utils as blockskip
 import train_dreambooth_blockskip_flux as flux_script
