@@ -275,15 +275,11 @@ class Reading:
 
 def read_picture(picture: Image.Image) -> Reading:
     """Read shape, colour, background, place and size off a picture of a scene."""
-    pixels = np.asarray(picture.convert("RGB").resize((RESOLUTION, RESOLUTION), Image.Resampling.BICUBIC), np.float32)
-    border = np.concatenate([pixels[:4].reshape(-1, 3), pixels[-4:].reshape(-1, 3), pixels[:, :4].reshape(-1, 3)])
-    ground = np.median(border, axis=0)
+    pixels, ground, mask = _take_apart(picture)
     background = _nearest(ground, BACKGROUNDS)
-    mask = _figure_mask(pixels, ground)
-    rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
-    if mask.sum() < 100 or min(len(rows), len(columns)) < 8:
+    if (box := _box_around(mask)) is None:
         return Reading(None, None, background, None, None, 0.0)
-    top, bottom, left, right = rows[0], rows[-1] + 1, columns[0], columns[-1] + 1
+    left, top, right, bottom = box
     shape, match = _nearest_shape(mask[top:bottom, left:right])
     sides = {name: (sum(side) / len(side),) for name, side in SIZES.items()}
     return Reading(
@@ -294,6 +290,22 @@ def read_picture(picture: Image.Image) -> Reading:
         size=_nearest(np.array([max(right - left, bottom - top) / RESOLUTION]), sides),
         match=match,
     )
+
+
+def _take_apart(picture: Image.Image) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pixels (H, W, 3), the colour of the background (3,), and the mask (H, W) of the figure."""
+    pixels = np.asarray(picture.convert("RGB").resize((RESOLUTION, RESOLUTION), Image.Resampling.BICUBIC), np.float32)
+    border = np.concatenate([pixels[:4].reshape(-1, 3), pixels[-4:].reshape(-1, 3), pixels[:, :4].reshape(-1, 3)])
+    ground = np.median(border, axis=0)
+    return pixels, ground, _figure_mask(pixels, ground)
+
+
+def _box_around(mask: np.ndarray) -> tuple[int, int, int, int] | None:
+    """Left, top, right and bottom of the figure; None where there is nothing that could be one."""
+    rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+    if mask.sum() < 100 or min(len(rows), len(columns)) < 8:
+        return None
+    return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
 
 
 def _nearest(value: np.ndarray, choices: dict) -> str:
@@ -335,6 +347,53 @@ def _nearest_shape(cut: np.ndarray) -> tuple[str, float]:
     overlap = {name: (figure & t).sum() / (figure | t).sum() for name, t in _templates(max(cut.shape)).items()}
     best = max(overlap, key=overlap.get)
     return best, float(overlap[best])
+
+
+def figure_cut(picture: Image.Image) -> Image.Image | None:
+    """The figure alone, cut out along its outline and scaled to a small square, RGBA; None where there is none."""
+    pixels, _, mask = _take_apart(picture)
+    if (box := _box_around(mask)) is None:
+        return None
+    figure = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+    figure.putalpha(Image.fromarray(mask.astype(np.uint8) * 255))
+    return figure.crop(box).resize((_TEMPLATE, _TEMPLATE), Image.Resampling.BILINEAR)
+
+
+def likeness(cut: Image.Image | None, shape: str, colour: str = "") -> float:
+    """How far a figure that was cut out is a certain one: 1 is the very same, 0 has nothing in common.
+
+    Of all places that either covers, the mean agreement in colour, which is 0 where only one of them is.
+    """
+    if cut is None:
+        return 0.0
+    (seen, seen_mask), (known, known_mask) = (_colours_and_mask(figure) for figure in (cut, _known(shape, colour)))
+    agreement = (1 - np.abs(seen - known).mean(axis=2) / 255) * (seen_mask & known_mask)
+    return float(agreement.sum() / (seen_mask | known_mask).sum())
+
+
+def recognise(cut: Image.Image | None) -> tuple[str, str] | None:
+    """The figure, as shape and colour, that a cut is most like, of all that can be drawn; None where there is none."""
+    if cut is None:
+        return None
+    return max(known_figures(), key=lambda figure: likeness(cut, *figure))
+
+
+@functools.cache
+def known_figures() -> list[tuple[str, str]]:
+    """Each shape in each colour, and the figures that have colours of their own, which is written as ""."""
+    return [(shape, colour) for shape in SHAPES for colour in COLOURS] + [(figure, "") for figure in FIGURES]
+
+
+@functools.cache
+def _known(shape: str, colour: str) -> Image.Image:
+    """A figure as `figure_cut` sees it in a clean picture, on the background that it stands out from most."""
+    scene = Scene(shape, colour, "snow", "centre", "large", 0.5, 0.5, SIZES["large"][1])
+    return figure_cut(draw_scene(scene))
+
+
+def _colours_and_mask(figure: Image.Image) -> tuple[np.ndarray, np.ndarray]:
+    array = np.asarray(figure, np.float32)
+    return array[..., :3], array[..., 3] > 127
 
 
 # ---------------------------------------------------------------------------------------------------------------------
