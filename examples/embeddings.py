@@ -13,8 +13,8 @@
 # limitations under the License.
 """Vision models of transformers that turn pictures into vectors, and texts too where the model reads them.
 
-    embed = Embedder("openai/clip-vit-base-patch32", torch.device("cuda"))
-    similarity = torch.cosine_similarity(embed(pictures), embed.texts(["a photo of a cat"]))
+embed = Embedder("openai/clip-vit-base-patch32", torch.device("cuda"))
+similarity = torch.cosine_similarity(embed(pictures), embed.texts(["a photo of a cat"]))
 """
 
 import contextlib
