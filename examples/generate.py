@@ -138,6 +138,11 @@ def draw(
     ).images
 
 
+def picture_name(number: int, seed: int) -> str:
+    """The file of a picture: prompts are numbered from 0."""
+    return f"prompt{number}-seed{seed}.png"
+
+
 def difference(first: Image.Image, second: Image.Image) -> float:
     """The mean absolute difference of two pictures, in steps of 0 to 255."""
     return float(np.abs(np.asarray(first, dtype=np.float32) - np.asarray(second, dtype=np.float32)).mean())
@@ -156,7 +161,7 @@ def main(args: argparse.Namespace) -> None:
     for number, prompt in enumerate(args.prompt):
         for seed in range(args.seed, args.seed + args.num_images):
             (picture,) = draw(pipeline, args, [prompt], [seed])
-            path = args.output / f"prompt{number}-seed{seed}.png"
+            path = args.output / picture_name(number, seed)
             picture.save(path)
             print(path)
             if args.compare:

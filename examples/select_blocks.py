@@ -134,13 +134,7 @@ class Subject:
 def open_model(args: argparse.Namespace) -> blockskip.Run:
     """The model that is probed, as the training scripts see one: no weights are loaded yet."""
     name = args.pretrained_model_name_or_path
-    try:
-        kind = DiffusionPipeline.load_config(name)["_class_name"]
-    except (OSError, ValueError) as problem:
-        refuse(f"--pretrained_model_name_or_path {name} is no pipeline: {str(problem).splitlines()[0]}")
-    if kind not in FAMILIES:
-        refuse(f"--pretrained_model_name_or_path {name} is a {kind}; blocks of {', '.join(FAMILIES)} can be probed")
-    family = FAMILIES[kind]
+    family = family_of(name)
     flags = {"--pretrained_model_name_or_path": name, "--resolution": args.resolution, "--seed": args.seed}
     flags |= {"--max_sequence_length": args.max_sequence_length, "--output_dir": args.output.parent}
     words = [str(word) for flag, value in flags.items() if value is not None for word in (flag, value)]
@@ -168,6 +162,17 @@ def open_model(args: argparse.Namespace) -> blockskip.Run:
         checkpoint=None,
         quantization=None,
     )
+
+
+def family_of(name: str) -> blockskip.ModelFamily:
+    """Which of the models a pipeline holds, from its configuration; refuses any other."""
+    try:
+        kind = DiffusionPipeline.load_config(name)["_class_name"]
+    except (OSError, ValueError) as problem:
+        refuse(f"--pretrained_model_name_or_path {name} is no pipeline: {str(problem).splitlines()[0]}")
+    if kind not in FAMILIES:
+        refuse(f"--pretrained_model_name_or_path {name} is a {kind}, and must be one of {', '.join(FAMILIES)}")
+    return FAMILIES[kind]
 
 
 def size_problems(training: argparse.Namespace, family: blockskip.ModelFamily) -> Iterator[str]:
