@@ -20,10 +20,10 @@ draws 4 pictures for each prompt of each subject, with the LoRA in `loras/SUBJEC
 there already, in `--pictures`, are scored without the last line. Their names say what they are, as generate.py names
 them: `SUBJECT/prompt3-seed0.png` is of the fourth prompt. subject_folders.py says where photos and prompts may lie.
 
-DINO and CLIP-I are the mean cosine similarity of the embeddings of a generated picture and of each photo of its subject,
-CLIP-T that of a picture and its prompt. The prompt is read without the unique token, which the text encoder has never
-met. In `--output`, `scores.csv` has a line for each picture, and `summary.json` the means of each subject and the mean
-and standard deviation over subjects. An interrupted evaluation goes on with the same command.
+DINO and CLIP-I are the mean cosine similarity of the embeddings of a generated picture and of each photo of its
+subject, CLIP-T that of a picture and its prompt. The prompt is read without the unique token, which the text encoder
+has never met. In `--output`, `scores.csv` has a line for each picture; `summary.json` has the means of each subject,
+and their mean and standard deviation over subjects. An interrupted evaluation goes on with the same command.
 
 In order: the command line, what is compared, drawing, scoring, the summary.
 """
@@ -85,9 +85,7 @@ def parse_args(input_args: list[str] | None = None) -> argparse.Namespace:
     parser = blockskip.OneLineParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data_dir", type=Path, required=True, help="A benchmark, or photos; see subject_folders.py.")
     parser.add_argument("--prompts", type=Path, help="One in each line, with {}; default: those of --data_dir.")
-    parser.add_argument(
-        "--class_word", help="What a plain layout's subjects are, such as cat; default: folder's name."
-    )
+    parser.add_argument("--class_word", help="What a plain layout's subjects are, such as cat; default: its name.")
     parser.add_argument("--subjects", nargs="+", help="Only these.")
     parser.add_argument("--metrics", nargs="+", choices=METRICS, default=list(METRICS), help="Default: all.")
     for name, default in DEFAULT_MODELS.items():
@@ -101,7 +99,7 @@ def parse_args(input_args: list[str] | None = None) -> argparse.Namespace:
     of_drawing = [
         group.add_argument("--lora_root", type=Path, help="Has a folder or .safetensors file for each subject."),
         group.add_argument(
-            "--unique_token", help="Before the class in what is drawn; default: sks, or the benchmark's."
+            "--unique_token", help="Before the class in prompts to draw; default: sks, or the benchmark's."
         ),
         group.add_argument("--draw_batch_size", type=blockskip.POSITIVE, default=1, help="Pictures drawn at once."),
         *add_drawing_arguments(group),
@@ -170,8 +168,8 @@ def find_all_pictures(args: argparse.Namespace, subjects: list[Subject]) -> dict
         pictures[subject.name] = find_pictures(args, subject)
         if not (pictures[subject.name] or args.pretrained_model_name_or_path):
             refuse(
-                f"--pictures {args.pictures / subject.name} holds no picture named like {picture_name(0, 0)}: put some "
-                "there, or have them drawn with --pretrained_model_name_or_path and --lora_root"
+                f"--pictures {args.pictures / subject.name} holds no picture named like {picture_name(0, 0)}: put "
+                "some there, or have them drawn with --pretrained_model_name_or_path and --lora_root"
             )
     return pictures
 
@@ -243,8 +241,10 @@ def settings_of(args: argparse.Namespace, subject: Subject, model: str | None, l
 def check_settings(args: argparse.Namespace, folder: Path, settings: Mapping[str, Any], has_pictures: bool) -> None:
     """Refuse pictures that were drawn with other settings, and to draw beside those of unknown ones."""
     file = folder / SETTINGS_FILE
+    if not has_pictures:
+        return
     if not file.exists():
-        if args.pretrained_model_name_or_path and has_pictures:
+        if args.pretrained_model_name_or_path:
             refuse(
                 f"--pictures {folder} holds pictures and no {SETTINGS_FILE} that says how they were drawn: name "
                 "another folder, or score them without --pretrained_model_name_or_path"
