@@ -41,6 +41,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 from diffusers.training_utils import free_memory
 from torch import nn
@@ -200,14 +201,21 @@ def short(digest: str) -> str:
 
 
 def check_drawing(args: argparse.Namespace, subjects: list[Subject]) -> dict[str, Path]:
-    """The LoRA of each subject; refuses a folder that is no pipeline, and a size that a pipeline would change."""
-    multiple = family_of(args.pretrained_model_name_or_path).layout.pixels_per_token
-    for name in ("height", "width"):
-        if getattr(args, name) < 1 or getattr(args, name) % multiple:
-            refuse(f"--{name} {getattr(args, name)} is not a multiple of {multiple} pixels")
+    """The LoRA of each subject; refuses one of another model, and a size that the pipeline would change."""
+    name = args.pretrained_model_name_or_path
+    family = family_of(name)
+    multiple = family.layout.pixels_per_token
+    for side in ("height", "width"):
+        if getattr(args, side) < 1 or getattr(args, side) % multiple:
+            refuse(f"--{side} {getattr(args, side)} is not a multiple of {multiple} pixels")
     if not args.lora_root.exists():
         refuse(f"--lora_root {args.lora_root} does not exist")
-    return {subject.name: find_lora(args.lora_root, subject.name, len(subjects) == 1) for subject in subjects}
+    loras = {subject.name: find_lora(args.lora_root, subject.name, len(subjects) == 1) for subject in subjects}
+    where = argparse.Namespace(pretrained_model_name_or_path=name, revision=None, cache_dir=None)
+    structure = blockskip.transformer_structure(where, family)
+    for lora in loras.values():
+        check_lora(lora, structure)
+    return loras
 
 
 def find_lora(root: Path, subject: str, is_only: bool) -> Path:
@@ -220,6 +228,26 @@ def find_lora(root: Path, subject: str, is_only: bool) -> Path:
             "the subject out with --subjects"
         )
     return found[0]
+
+
+def check_lora(lora: Path, structure: nn.Module) -> None:
+    """Refuse a LoRA of layers that the transformer has not: diffusers would load the others and go on.
+
+    Files in other layouts than diffusers' own, which it converts as it loads them, are not looked at.
+    """
+    modules = dict(structure.named_modules())
+    for file in lora_files(lora):
+        try:
+            with safetensors.safe_open(file, framework="pt") as tensors:
+                shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+        except (OSError, safetensors.SafetensorError) as problem:
+            refuse(f"--lora_root: {file} cannot be read: {problem}")
+        for name, shape in shapes.items():
+            if match := re.fullmatch(r"transformer\.(.+)\.lora_(A|B)\.weight", name):
+                weight = getattr(modules.get(match[1]), "weight", None)
+                axis = 1 if match[2] == "A" else 0  # A reads what the layer reads, B returns what it returns
+                if weight is None or weight.shape[axis] != shape[axis]:
+                    refuse(f"--lora_root: {file} is of another model: its {match[1]} does not fit")
 
 
 def settings_of(args: argparse.Namespace, subject: Subject, model: str | None, lora: Path | None) -> dict[str, Any]:

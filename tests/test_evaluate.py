@@ -28,11 +28,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel, ViTImageProcessor, ViTModel
 
 import evaluate
 import generate
 import subject_folders
+from build_tiny_pipeline import build_tiny_flux
 from conftest import CATS, ROOT, launch
 
 SIZE = ("--height", 64, "--width", 64, "--num_inference_steps", 2)
@@ -157,7 +159,7 @@ class ByColour:
         pass
 
     def __call__(self, images):
-        return torch.tensor([np.asarray(image, dtype=np.float32).mean(axis=(0, 1)) for image in images])
+        return torch.tensor(np.stack([np.asarray(image, dtype=np.float32).mean(axis=(0, 1)) for image in images]))
 
     def texts(self, texts):
         return torch.tensor([[float(name in text) for name in ("red", "green", "blue")] for text in texts])
@@ -392,7 +394,7 @@ def test_the_examples_prompts_have_a_place_for_the_subject():
 
 @pytest.fixture(scope="session")
 def loras(case, tmp_path_factory):
-    """LoRAs of the two subjects of `data`, of which no layer rests, trained with dropout."""
+    """LoRAs of the two subjects of `data`, trained with dropout."""
     root = tmp_path_factory.mktemp("loras")
     for seed, name in enumerate(("hat", "red_dog2")):
         flags = ("--seed", seed, "--learning_rate", 0.1, "--lora_dropout", 0.5)
@@ -413,6 +415,11 @@ def draw(case, score, data, loras, vision):
         return files_of(data / "drawn")
 
     return run
+
+
+ONE_MODEL = pytest.mark.parametrize(
+    "case", ["flux"], indirect=True, scope="session"
+)  # where models have no way of their own
 
 
 def files_of(folder):
@@ -452,82 +459,246 @@ def test_each_subject_is_drawn_with_its_own_lora_as_generate_draws_it(case, draw
     assert len(rows) == 12 and rows["hat", 2, 4]["text"] == "the hat by the sea"
 
 
-@pytest.fixture(scope="session")
-def only_flux(flux):
-    return flux
+@ONE_MODEL
+def test_an_interrupted_run_draws_only_what_is_missing(draw, data, drawn, monkeypatch):
+    original, written = evaluate.blockskip.write_atomically, []
+
+    def interrupted(path, write):
+        if path.suffix == ".png":
+            written.append(path)
+            if len(written) == 3:
+                path.with_name(f"{path.name}.partial").write_bytes(b"half a picture")
+                raise KeyboardInterrupt
+        original(path, write)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate.blockskip, "write_atomically", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            draw("--draw_batch_size", 2)
+    before = files_of(data / "drawn")
+    assert len(before) == 2
+    drawn.clear()
+    files = draw()
+    assert [seeds for _, seeds in drawn] == [[0]] * 4
+    assert before.items() <= files.items() and len(files) == 6
+    drawn.clear()
+    assert draw() == files and not drawn
+    more = draw("--num_images", 2)
+    assert [seeds for _, seeds in drawn] == [[1]] * 6 and files.items() <= more.items()
+    assert draw("--offload") == more
 
 
-class TestOfFlux:
-    """What no model has its own way of; one is enough."""
+@ONE_MODEL
+def test_pictures_of_other_settings_are_refused_and_stay(draw, data, drawn, loras, score, vision):
+    files = draw()
+    drawn.clear()
+    shutil.copytree(loras, data / "trained_further")
+    file = data / "trained_further" / "hat" / "pytorch_lora_weights.safetensors"
+    save_file({name: 2 * tensor for name, tensor in load_file(file).items()}, file)
+    for name, flags in {
+        "lora_scale": ("--lora_scale", 0.5),
+        "width": ("--width", 96),
+        "dtype": ("--dtype", "bf16"),
+        "prompts": ("--unique_token", "zwx"),
+        "LoRA": ("--lora_root", data / "trained_further"),
+    }.items():
+        with pytest.raises(SystemExit, match=f"error: --pictures .*hat .*another setting of '{name}'"):
+            draw(*flags)
+    (data / "data" / "prompts.txt").write_text("a {} in rain\n" * 3)
+    with pytest.raises(SystemExit, match="another setting of 'prompts without the token'"):
+        score("--pictures", data / "drawn")
+    with pytest.raises(SystemExit, match=r"error: --pictures .*hat holds pictures and no settings\.json"):
+        draw("--pictures", data / "out" / "pictures")
+    assert files_of(data / "drawn") == files and not drawn
 
-    @pytest.fixture
-    def case(self, flux):
-        return flux
 
-    @pytest.fixture(scope="class")
-    def loras(self, flux, tmp_path_factory):
-        root = tmp_path_factory.mktemp("flux-loras")
-        flux.run(flux.command(CATS, root / "hat", *flux.skip, "--learning_rate", 0.1))
-        shutil.copytree(root / "hat", root / "red_dog2")
-        return root
+@ONE_MODEL
+def test_one_subjects_lora_may_be_the_folder_itself(draw, loras):
+    assert set(draw("--subjects", "hat", "--lora_root", loras / "hat")) == {
+        f"hat/prompt{n}-seed0.png" for n in range(3)
+    }
 
-    def test_an_interrupted_run_draws_only_what_is_missing(self, draw, data, drawn, monkeypatch):
-        original, written = evaluate.blockskip.write_atomically, []
 
-        def interrupted(path, write):
-            if path.suffix == ".png":
-                written.append(path)
-                if len(written) == 3:
-                    path.with_name(f"{path.name}.partial").write_bytes(b"half a picture")
-                    raise KeyboardInterrupt
-            original(path, write)
+@ONE_MODEL
+def test_a_scale_of_zero_draws_without_the_lora(case, draw, data):
+    draw("--lora_scale", 0, "--subjects", "hat")
+    words = ["--pretrained_model_name_or_path", case.pipeline, *SIZE, "--prompt", "a sks hat in snow"]
+    generate.main(generate.parse_args([str(word) for word in (*words, "--output", data / "bare")]))
+    bare, zero = Image.open(data / "bare" / "prompt0-seed0.png"), data / "drawn" / "hat" / "prompt0-seed0.png"
+    assert generate.difference(bare, Image.open(zero)) < 0.05
 
-        with monkeypatch.context() as patch:
-            patch.setattr(evaluate.blockskip, "write_atomically", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                draw("--draw_batch_size", 2)
-        before = files_of(data / "drawn")
-        assert len(before) == 2
-        drawn.clear()
-        files = draw()
-        assert [seeds for _, seeds in drawn] == [[0]] * 4
-        assert before.items() <= files.items() and len(files) == 6
-        drawn.clear()
-        assert draw() == files and not drawn
-        more = draw("--num_images", 2)
-        assert [seeds for _, seeds in drawn] == [[1]] * 6 and files.items() <= more.items()
-        assert draw("--offload") == more
 
-    def test_pictures_of_other_settings_are_refused_and_stay(self, draw, data, drawn, loras, score, vision):
-        files = draw()
-        drawn.clear()
-        shutil.copytree(loras, data / "trained_further")
-        with (data / "trained_further" / "hat" / "pytorch_lora_weights.safetensors").open("ab") as file:
-            file.write(b" ")
-        for name, flags in {
-            "lora_scale": ("--lora_scale", 0.5),
-            "width": ("--width", 96),
-            "dtype": ("--dtype", "bf16"),
-            "prompts": ("--unique_token", "zwx"),
-            "LoRA": ("--lora_root", data / "trained_further"),
-        }.items():
-            with pytest.raises(SystemExit, match=f"error: --pictures .*hat .*another setting of '{name}'"):
-                draw(*flags)
-        (data / "data" / "prompts.txt").write_text("a {} in rain\n" * 3)
-        with pytest.raises(SystemExit, match="another setting of 'prompts without the token'"):
-            score("--pictures", data / "drawn")
-        with pytest.raises(SystemExit, match=r"error: --pictures .*hat holds pictures and no settings\.json"):
-            draw("--pictures", data / "out" / "pictures")
-        assert files_of(data / "drawn") == files and not drawn
+# ---------------------------------------------------------------------------------------------------------------------
+# Refusals
+# ---------------------------------------------------------------------------------------------------------------------
 
-    def test_one_subjects_lora_may_be_the_folder_itself(self, draw, loras):
-        assert set(draw("--subjects", "hat", "--lora_root", loras / "hat")) == {
-            f"hat/prompt{n}-seed0.png" for n in range(3)
-        }
+MISTAKES = {
+    "--lora_root x": "--lora_root draws nothing without",
+    "--height 512": "--height draws nothing without",
+    "--offload": "--offload draws nothing without",
+    "--unique_token x": "--unique_token draws nothing without",
+    "--pretrained_model_name_or_path m": "--lora_root is missing",
+    "--pretrained_model_name_or_path m --lora_root x --num_images 0": "--num_images 0",
+    "--metrics dino --clip_model x": "--clip_model has no effect",
+    "--metrics clip_t clip_i --dino_model x": "--dino_model has no effect",
+    "--metrics fid": "--metrics",
+    "--batch_size 0": "--batch_size",
+}
 
-    def test_a_scale_of_zero_draws_without_the_lora(self, case, draw, data):
-        draw("--lora_scale", 0, "--subjects", "hat")
-        words = ["--pretrained_model_name_or_path", case.pipeline, *SIZE, "--prompt", "a sks hat in snow"]
-        generate.main(generate.parse_args([str(word) for word in (*words, "--output", data / "bare")]))
-        bare, zero = Image.open(data / "bare" / "prompt0-seed0.png"), data / "drawn" / "hat" / "prompt0-seed0.png"
-        assert generate.difference(bare, Image.open(zero)) < 0.05
+
+@pytest.mark.parametrize("flags", MISTAKES)
+def test_contradictory_flags_are_one_plain_line(flags, capsys):
+    with pytest.raises(SystemExit):
+        evaluate.parse_args(["--data_dir", "photos", *flags.split()])
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and MISTAKES[flags] in message
+
+
+@pytest.fixture
+def refused(score, monkeypatch):
+    """Score, and give the line of the refusal, which must come before any model is loaded."""
+
+    def loaded(*args, **options):
+        raise AssertionError("a model is loaded")
+
+    def run(*extra):
+        with pytest.raises(SystemExit) as refusal:
+            score(*extra)
+        message = str(refusal.value)
+        assert message.startswith("error: ") and "\n" not in message
+        return message
+
+    monkeypatch.setattr(evaluate.Embedder, "__init__", loaded)
+    monkeypatch.setattr(evaluate, "load_pipeline", loaded)
+    return run
+
+
+def test_photos_and_prompts_that_cannot_serve_are_named(refused, data, tmp_path):
+    prompts, hat = data / "data" / "prompts.txt", data / "data" / "hat"
+    assert f"--data_dir {data / 'none'} is not a folder" in refused("--data_dir", data / "none")
+    assert "--prompts " in refused("--prompts", data / "none.txt") and "No such file" in refused(
+        "--prompts", data / "n"
+    )
+    assert "--subjects rabbit is not in" in refused("--subjects", "hat", "rabbit")
+    (hat / "0.png").write_bytes((hat / "1.png").read_bytes()[:900])
+    assert "0.png cannot be read as an image" in refused()
+    prompts.write_text("a cat in snow\n")
+    assert "'a cat in snow' must have {} once" in refused()
+    prompts.write_text("\n \n")
+    assert "holds no prompt" in refused()
+    prompts.unlink()
+    assert "--prompts is missing" in refused()
+    prompts.write_text("a {}")
+    for photo in hat.iterdir():
+        photo.unlink()
+    assert f"{hat} holds no photo of hat" in refused()
+    (data / "data" / "classes.txt").write_text("cat,cat")
+    assert "names cat, and there is no folder of it" in refused()
+    assert "both say" in refused("--class_word", "cat")
+    (tmp_path / "empty").mkdir()
+    assert "holds no photo and no folder of photos" in refused("--data_dir", tmp_path / "empty", "--prompts", prompts)
+
+
+def test_benchmarks_that_are_not_whole_are_named(refused, data, tmp_path):
+    (tmp_path / "d").mkdir()
+    file = tmp_path / "d" / "prompts_and_classes.txt"
+    file.write_text(DREAMBOOTH)
+    assert "names backpack_dog, and there is no folder" in refused("--data_dir", tmp_path / "d")
+    assert "--class_word has no effect" in refused("--data_dir", tmp_path / "d", "--class_word", "cat")
+    file.write_text("nothing here")
+    assert "names no subject" in refused("--data_dir", tmp_path / "d")
+    noise(tmp_path / "d" / "vase" / "0.png", 0)
+    file.write_text("vase,vase")
+    assert "holds no prompts of object subjects" in refused("--data_dir", tmp_path / "d")
+    wrong = {
+        "an entry without class_prompt": {"class_prompt": None},
+        "an entry without prompt_filename": {"prompt_filename": None},
+        "names the folder ./none/dog, which is not there": {"instance_data_dir": "./none/dog"},
+        "names the prompts no.txt, which are not there": {"prompt_filename": "no.txt"},
+        "names scene_barn twice": {"instance_data_dir": "benchmark_dataset/scene_barn"},
+    }
+    for message, changes in wrong.items():
+        custom_concept(tmp_path / "c", **changes)
+        assert message in refused("--data_dir", tmp_path / "c")
+    (tmp_path / "c" / "dataset.json").write_text("[[{}, {}]]")
+    assert "entries of several subjects" in refused("--data_dir", tmp_path / "c")
+    (tmp_path / "c" / "dataset.json").write_text("[")
+    assert "is no JSON" in refused("--data_dir", tmp_path / "c")
+
+
+def test_models_that_cannot_serve_are_named(refused, data, vision, flux, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for flag in ("--dino_model", "--clip_model"):
+        assert f"{flag} {tmp_path / 'empty'} cannot be loaded" in refused(flag, tmp_path / "empty")
+    assert "is a ViTModel, which reads no text" in refused("--clip_model", vision / "dino")
+    text_model = flux.pipeline / "text_encoder_2"
+    assert "which gives no embeddings of images" in refused("--dino_model", text_model)
+    shutil.copytree(vision / "dino", tmp_path / "weightless")
+    (tmp_path / "weightless" / "model.safetensors").unlink()
+    assert "holds no weights" in refused("--dino_model", tmp_path / "weightless")
+    (data / "data" / "prompts.txt").write_text("a {}" + " a" * 80)
+    assert "reads 77 tokens" in refused()
+
+
+def test_pictures_that_cannot_be_scored_are_named(refused, data):
+    folder = data / "out" / "pictures" / "hat"
+    (folder / "prompt1-seed7.png").write_bytes(b"no picture")
+    assert "prompt1-seed7.png cannot be read as an image" in refused()
+    (folder / "prompt1-seed7.png").unlink()
+    noise(folder / "prompt3-seed0.png", 1)
+    assert "the last of 3 prompts has the number 2" in refused()
+    (folder / "prompt3-seed0.png").rename(folder / "prompt0-seed0.bmp")
+    assert "two pictures of one prompt and seed" in refused()
+    shutil.rmtree(folder)
+    noise(folder / "1.png", 1)
+    assert f"--pictures {folder} holds no picture named like prompt0-seed0.png" in refused()
+    assert refused("--pictures", data / "none")
+    (data / "file").write_text("")
+    assert "part of it is a file" in refused("--output", data / "file" / "x")
+
+
+def test_scores_of_another_program_are_refused_and_stay(refused, data):
+    (data / "out" / "scores.csv").write_text("a,b\n1,2\n")
+    assert "scores.csv cannot be read" in refused()
+    assert (data / "out" / "scores.csv").read_text() == "a,b\n1,2\n"
+
+
+def test_what_cannot_draw_is_named(refused, data, flux, tmp_path):
+    (tmp_path / "loras" / "hat").mkdir(parents=True)
+    (tmp_path / "loras" / "hat" / "pytorch_lora_weights.safetensors").write_bytes(b"x")
+    usual = ("--pretrained_model_name_or_path", flux.pipeline, "--pictures", tmp_path / "new", *SIZE)
+    roots = ("--lora_root", tmp_path / "loras")
+    assert f"--lora_root {tmp_path / 'loras'} has no LoRA of red_dog2" in refused(*usual, *roots)
+    assert f"--lora_root {tmp_path / 'none'} does not exist" in refused(*usual, "--lora_root", tmp_path / "none")
+    assert "--height 72 is not a multiple of 16" in refused(*usual, *roots, "--height", 72)
+    assert "is no pipeline" in refused(*usual, *roots, "--pretrained_model_name_or_path", tmp_path)
+    assert not (tmp_path / "new").exists()
+
+
+def test_numbers_that_are_not_finite_are_refused(score, data, monkeypatch):
+    monkeypatch.setattr(ByColour, "__call__", lambda self, images: torch.full((len(images), 3), math.nan))
+    monkeypatch.setattr(evaluate, "Embedder", ByColour)
+    with pytest.raises(SystemExit, match=r"error: --dino_model .* not finite"):
+        score()
+
+
+@ONE_MODEL
+def test_loras_of_another_model_and_damaged_ones_are_refused(refused, loras, data, case, tmp_path):
+    build_tiny_flux(tmp_path / "flat", num_layers=1)
+    shutil.copytree(loras, tmp_path / "loras")
+    words = ("--lora_root", tmp_path / "loras", "--pictures", data / "drawn", *SIZE)
+    flat = refused("--pretrained_model_name_or_path", tmp_path / "flat", *words)
+    file = tmp_path / "loras" / "hat" / "pytorch_lora_weights.safetensors"
+    assert f"--lora_root: {file} is of another model: its transformer_blocks.2." in flat
+    wide = {name: tensor.repeat(1, 2) for name, tensor in load_file(file).items()}
+    save_file(wide, file)
+    assert "is of another model" in refused("--pretrained_model_name_or_path", case.pipeline, *words)
+    file.write_bytes(file.read_bytes()[:500])
+    assert f"{file} cannot be read" in refused("--pretrained_model_name_or_path", case.pipeline, *words)
+    assert not (data / "drawn").exists()
+
+
+def test_the_command_line_refuses_in_one_line_and_fails(tmp_path):
+    done = launch(ROOT / "examples" / "evaluate.py", ["--data_dir", tmp_path / "none"])
+    assert done.returncode == 1 and "Traceback" not in done.stderr and not done.stdout
+    assert done.stderr.endswith(f"error: --data_dir {tmp_path / 'none'} is not a folder\n")
