@@ -89,8 +89,9 @@ def parse_args(input_args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--class_word", help="What a plain layout's subjects are, such as cat; default: its name.")
     parser.add_argument("--subjects", nargs="+", help="Only these.")
     parser.add_argument("--metrics", nargs="+", choices=METRICS, default=list(METRICS), help="Default: all.")
-    for name, default in DEFAULT_MODELS.items():
-        parser.add_argument(f"--{name}", help=f"Folder or hub id, of transformers; default: {default}.")
+    of_model = "Of transformers, a folder or hub id; default: {}."
+    parser.add_argument("--dino_model", help=of_model.format(DEFAULT_MODELS["dino_model"]))
+    parser.add_argument("--clip_model", help=of_model.format(DEFAULT_MODELS["clip_model"]))
     parser.add_argument("--batch_size", type=blockskip.POSITIVE, default=16, help="Pictures embedded at once.")
     parser.add_argument("--pictures", type=Path, help="Folder of generated pictures; default: OUTPUT/pictures.")
     parser.add_argument("--output", type=Path, default=Path("evaluation"), help="Folder of the scores.")
@@ -163,7 +164,7 @@ def find_pictures(args: argparse.Namespace, subject: Subject) -> list[Picture]:
 
 
 def find_all_pictures(args: argparse.Namespace, subjects: list[Subject]) -> dict[str, list[Picture]]:
-    """The pictures of each subject; refuses a subject without any, if none will be drawn."""
+    """The pictures of each subject; where none will be drawn, refuses a subject without any and names what is missing."""
     pictures = {}
     for subject in subjects:
         pictures[subject.name] = find_pictures(args, subject)
@@ -172,6 +173,9 @@ def find_all_pictures(args: argparse.Namespace, subjects: list[Subject]) -> dict
                 f"--pictures {args.pictures / subject.name} holds no picture named like {picture_name(0, 0)}: put "
                 "some there, or have them drawn with --pretrained_model_name_or_path and --lora_root"
             )
+        missing = set(range(len(subject.prompts))) - {picture.number for picture in pictures[subject.name]}
+        if missing and not args.pretrained_model_name_or_path:
+            print(f"{subject.name}: no picture of {len(missing)} of {len(subject.prompts)} prompts")
     return pictures
 
 

@@ -29,13 +29,21 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel, ViTImageProcessor, ViTModel
+from transformers import (
+    AutoTokenizer,
+    CLIPImageProcessor,
+    CLIPModel,
+    SiglipConfig,
+    SiglipModel,
+    ViTImageProcessor,
+    ViTModel,
+)
 
 import evaluate
 import generate
 import subject_folders
 from build_tiny_pipeline import build_tiny_flux
-from conftest import CATS, ROOT, launch
+from conftest import CATS, ROOT, SMALL, launch
 
 SIZE = ("--height", 64, "--width", 64, "--num_inference_steps", 2)
 PLACES = ("a {} in snow", "a drawing of a {}", "the {} by the sea")
@@ -141,6 +149,7 @@ def test_scores_are_the_cosines_of_what_the_models_say(score, data, vision, caps
         expected[name, prompt, seed] = values
     assert len({values["clip_t"] for values in expected.values()}) == 8  # no two rows are alike by chance
     summary, printed = json.loads((data / "out" / "summary.json").read_text()), capsys.readouterr().out
+    assert "hat: no picture of 1 of 3 prompts" in printed
     for metric in ("dino", "clip_i", "clip_t"):
         means = {
             name: np.mean([values[metric] for key, values in expected.items() if key[0] == name])
@@ -204,6 +213,21 @@ def test_metrics_may_be_left_out_and_their_model_is_not_needed(score, vision, da
 
 def test_a_convolutional_model_may_take_dinos_place(score, vision):
     assert all(-1 <= float(row["dino"]) <= 1 for row in score("--dino_model", vision / "convolutional").values())
+
+
+def test_siglip_may_take_clips_place_and_reads_texts_of_full_length(score, vision, tmp_path):
+    part = {**SMALL, "image_size": 32, "patch_size": 8, "vocab_size": 520, "max_position_embeddings": 40}
+    torch.manual_seed(0)
+    model = SiglipModel(SiglipConfig(text_config=part, vision_config=part)).eval()
+    shutil.copytree(vision / "clip", tmp_path / "siglip")  # for its tokenizer and image processor
+    model.save_pretrained(tmp_path / "siglip")
+    tokenizer = AutoTokenizer.from_pretrained(vision / "clip")
+    embed = evaluate.Embedder(str(tmp_path / "siglip"), torch.device("cpu"), with_texts=True)
+    tokens = tokenizer("a hat", return_tensors="pt", padding="max_length", max_length=40)
+    assert tokens["input_ids"].shape == (1, 40)
+    with torch.no_grad():
+        assert torch.equal(embed.texts(["a hat"]), model.text_model(**tokens).pooler_output)
+    assert all(-1 <= float(row["clip_t"]) <= 1 for row in score("--clip_model", tmp_path / "siglip").values())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
