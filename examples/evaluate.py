@@ -164,7 +164,7 @@ def find_pictures(args: argparse.Namespace, subject: Subject) -> list[Picture]:
 
 
 def find_all_pictures(args: argparse.Namespace, subjects: list[Subject]) -> dict[str, list[Picture]]:
-    """The pictures of each subject; where none will be drawn, refuses a subject without any and names what is missing."""
+    """The pictures of each subject; where none will be drawn, a subject without any is refused, and gaps are named."""
     pictures = {}
     for subject in subjects:
         pictures[subject.name] = find_pictures(args, subject)
