@@ -717,8 +717,13 @@ def load_class_photos(args: argparse.Namespace) -> list[Photo]:
     """The class images of prior preservation that are there so far, all with the class prompt."""
     if not args.with_prior_preservation or not os.path.isdir(args.class_data_dir):
         return []
-    paths = find_photos(args.class_data_dir, "--class_data_dir")
-    return [_examine(path.name, args.class_prompt, path, f"--class_data_dir {args.class_data_dir}") for path in paths]
+    return read_photos(args.class_data_dir, "--class_data_dir", args.class_prompt)
+
+
+def read_photos(folder: str, flag: str, caption: str) -> list[Photo]:
+    """The images of a folder, all with one caption, each decoded once; `flag` names the folder in a refusal."""
+    where = f"{flag} {folder}"
+    return [_examine(path.name, caption, path, where) for path in find_photos(folder, flag)]
 
 
 def crop_photo(photo: Photo, draw: "Draw", args: argparse.Namespace, size: int) -> torch.Tensor:

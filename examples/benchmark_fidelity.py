@@ -423,7 +423,7 @@ def make_embedder(options: argparse.Namespace) -> Callable[[Image.Image], torch.
     The autoencoder sees the figure alone, cut out and set on white.
     """
     if options.embedding_model:
-        from select_blocks import Embedder  # brings both scripts with it
+        from embeddings import Embedder  # it takes long to import
 
         return Embedder(options.embedding_model, torch.device("cpu"))
     vae = pretrain.load_pipeline(options.weights).vae

@@ -111,7 +111,7 @@ def build_tiny_sana(folder: str | Path, *, num_layers: int = 6, seed: int = 0) -
 
 
 def _flux_pipeline(num_layers: int, num_single_layers: int, rng: torch.Generator) -> FluxPipeline:
-    tokenizer, tokenizer_2 = _clip_tokenizer(), _t5_tokenizer()
+    tokenizer, tokenizer_2 = clip_tokenizer(), _t5_tokenizer()
     transformer = FluxTransformer2DModel(
         in_channels=4 * FLUX_LATENT_CHANNELS,  # the pipeline packs 2 x 2 latents into one token
         num_layers=num_layers,
@@ -214,7 +214,7 @@ def _write_marker(folder: Path, settings: dict, complete: bool) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _clip_tokenizer() -> CLIPTokenizer:
+def clip_tokenizer() -> CLIPTokenizer:
     """Bytes, each once inside and once at the end of a word; no merges."""
     letters = sorted(ByteLevel.alphabet())
     pieces = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]

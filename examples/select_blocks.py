@@ -49,6 +49,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import blockskip_utils as blockskip
 from blockskip_utils import refuse
+from embeddings import Embedder
+from generate import files_digest, load_lora, lora_files
 from train_dreambooth_blockskip_flux import FLUX
 from train_dreambooth_blockskip_sana import SANA
 
@@ -132,13 +134,7 @@ class Subject:
 def open_model(args: argparse.Namespace) -> blockskip.Run:
     """The model that is probed, as the training scripts see one: no weights are loaded yet."""
     name = args.pretrained_model_name_or_path
-    try:
-        kind = DiffusionPipeline.load_config(name)["_class_name"]
-    except (OSError, ValueError) as problem:
-        refuse(f"--pretrained_model_name_or_path {name} is no pipeline: {str(problem).splitlines()[0]}")
-    if kind not in FAMILIES:
-        refuse(f"--pretrained_model_name_or_path {name} is a {kind}; blocks of {', '.join(FAMILIES)} can be probed")
-    family = FAMILIES[kind]
+    family = family_of(name)
     flags = {"--pretrained_model_name_or_path": name, "--resolution": args.resolution, "--seed": args.seed}
     flags |= {"--max_sequence_length": args.max_sequence_length, "--output_dir": args.output.parent}
     words = [str(word) for flag, value in flags.items() if value is not None for word in (flag, value)]
@@ -166,6 +162,17 @@ def open_model(args: argparse.Namespace) -> blockskip.Run:
         checkpoint=None,
         quantization=None,
     )
+
+
+def family_of(name: str) -> blockskip.ModelFamily:
+    """Which of the models a pipeline holds, from its configuration; refuses any other."""
+    try:
+        kind = DiffusionPipeline.load_config(name)["_class_name"]
+    except (OSError, ValueError) as problem:
+        refuse(f"--pretrained_model_name_or_path {name} is no pipeline: {str(problem).splitlines()[0]}")
+    if kind not in FAMILIES:
+        refuse(f"--pretrained_model_name_or_path {name} is a {kind}, and must be one of {', '.join(FAMILIES)}")
+    return FAMILIES[kind]
 
 
 def size_problems(training: argparse.Namespace, family: blockskip.ModelFamily) -> Iterator[str]:
@@ -208,44 +215,15 @@ def adapter_name(number: int) -> str:
 def load_loras(args: argparse.Namespace, pipeline: DiffusionPipeline) -> None:
     """Load each LoRA once, under its own name."""
     for number, lora in enumerate(args.lora or []):
-        path = Path(lora)
-        folder, file = (path.parent, path.name) if path.is_file() else (lora, None)
         try:
-            pipeline.load_lora_weights(str(folder), weight_name=file, adapter_name=adapter_name(number))
+            load_lora(pipeline, lora, adapter_name(number))
         except (OSError, ValueError) as problem:
             refuse(f"--lora {lora} cannot be loaded: {str(problem).splitlines()[0]}")
-    pipeline.transformer.eval()  # the layers of the LoRAs came in training mode, with their dropout
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What is measured: functions that run the model once and return what is compared
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-class Embedder:
-    """A vision model of transformers that turns an image into a vector.
-
-    That is what the model compares with text, where it does so (CLIP, SigLIP), and else its class token (DINO).
-    """
-
-    def __init__(self, name: str, device: torch.device) -> None:
-        from transformers import AutoImageProcessor, AutoModel  # a second to import, and one metric needs them
-
-        try:
-            self.processor = AutoImageProcessor.from_pretrained(name)
-            self.model = AutoModel.from_pretrained(name).to(device).eval()
-        except (OSError, ValueError) as problem:
-            refuse(f"--embedding_model {name} cannot be loaded: {str(problem).splitlines()[0]}")
-
-    @torch.no_grad()
-    def __call__(self, image: Image.Image) -> torch.Tensor:
-        """The vector of an image, (1, width)."""
-        pixels = self.processor(images=image, return_tensors="pt")["pixel_values"].to(self.model.device)
-        if hasattr(self.model, "get_image_features"):
-            features = self.model.get_image_features(pixel_values=pixels)
-            return getattr(features, "pooler_output", features)  # a bare tensor until transformers 5
-        states = self.model(pixel_values=pixels).last_hidden_state
-        return states[:, 0] if states.ndim == 3 else states.mean(dim=(2, 3))  # maps of a convolutional network
 
 
 def prediction_samples(
@@ -355,9 +333,8 @@ def description(args: argparse.Namespace, run: blockskip.Run, subjects: list[Sub
 
 def lora_digest(lora: str) -> str | None:
     """Tells whether the files of a LoRA are the same; None for one on the hub."""
-    path = Path(lora)
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    return blockskip.hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() if files else None
+    files = lora_files(lora)
+    return files_digest(files) if files else None
 
 
 def finished_curves(output: Path, wanted: Mapping[str, Any]) -> blockskip.BlockCurves:

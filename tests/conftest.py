@@ -32,6 +32,17 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from diffusers import DiffusionPipeline, FluxTransformer2DModel, SanaTransformer2DModel
 from PIL import Image
 from torch._guards import detect_fake_mode
+from transformers import (
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    ConvNextConfig,
+    ConvNextImageProcessor,
+    ConvNextModel,
+    ViTConfig,
+    ViTImageProcessor,
+    ViTModel,
+)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "examples" / "mini_flux")]
@@ -39,9 +50,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "examples" / "mini
 import blockskip_utils as blockskip
 import train_dreambooth_blockskip_flux as flux_script
 import train_dreambooth_blockskip_sana as sana_script
-from build_tiny_pipeline import build_tiny_flux, build_tiny_sana
+from build_tiny_pipeline import build_tiny_flux, build_tiny_sana, clip_tokenizer
 
 CATS = ROOT / "examples" / "cat"
+SIDE = {"height": 32, "width": 32}
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 torch.set_num_threads(1)  # tiny models: threads only wait for each other
 
 
@@ -171,6 +184,32 @@ def colours(tmp_path) -> pathlib.Path:
         Image.new("RGB", size, name).save(folder / f"{name}.png")
         lines.append(f'{{"file_name": "{name}.png", "text": "a photo of {name}"}}\n')
     (folder / "metadata.jsonl").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def vision(tmp_path_factory):
+    """Tiny vision models with random weights: one with a class token, one that knows text, a convolutional one."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("vision")
+    tokenizer = clip_tokenizer()
+    part = {**SMALL, "image_size": 32, "patch_size": 8, "projection_dim": 16, "vocab_size": len(tokenizer)}
+    part |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    models = {
+        "dino": (ViTModel(ViTConfig(**SMALL, image_size=32, patch_size=8)), ViTImageProcessor(size=SIDE)),
+        "clip": (
+            CLIPModel(CLIPConfig(text_config=part, vision_config=part, projection_dim=16)),
+            CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=SIDE),
+        ),
+        "convolutional": (
+            ConvNextModel(ConvNextConfig(hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], image_size=32)),
+            ConvNextImageProcessor(size={"shortest_edge": 32}),
+        ),
+    }
+    for name, (model, processor) in models.items():
+        model.save_pretrained(folder / name)
+        processor.save_pretrained(folder / name)
+    tokenizer.save_pretrained(folder / "clip")
     return folder
 
 

@@ -132,7 +132,7 @@ def test_every_flag_that_the_readme_names_exists(capsys):
         with pytest.raises(SystemExit):
             script.parse_args(["--help"])
         shown += capsys.readouterr().out
-    for name in ("generate.py", "build_tiny_pipeline.py", "select_blocks.py", "benchmark_speed.py"):
+    for name in ("generate.py", "build_tiny_pipeline.py", "select_blocks.py", "evaluate.py", "benchmark_speed.py"):
         shown += (ROOT / "examples" / name).read_text()
     of_others = {"multi_gpu", "num_processes", "num_machines", "logdir", "cpu"}  # of accelerate, tensorboard
     named = set(re.findall(r"--([a-z_0-9]+)", (ROOT / "README.md").read_text())) - of_others

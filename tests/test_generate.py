@@ -34,6 +34,20 @@ def test_pictures_are_drawn_with_and_without_the_lora_and_differ(case, tmp_path,
     assert capsys.readouterr().out.count("differs by") == 2
 
 
+def test_a_seed_draws_one_picture_alone_or_with_others_and_dropout_rests(case, tmp_path):
+    case.run(case.command(CATS, tmp_path, *case.skip, "--learning_rate", 0.05, "--lora_dropout", 0.5, steps=4))
+    words = ["--pretrained_model_name_or_path", case.pipeline, "--prompt", "a", "--height", 64, "--width", 64]
+    args = generate.parse_args([str(word) for word in (*words, "--num_inference_steps", 2)])
+    pipeline = generate.load_pipeline(args)
+    generate.load_lora(pipeline, str(tmp_path), "subject")
+    drawn = {"a photo of sks": 3, "a drawing": 5}
+    together = generate.draw(pipeline, args, list(drawn), list(drawn.values()))
+    alone = [generate.draw(pipeline, args, [prompt], [seed])[0] for prompt, seed in drawn.items()]
+    for one, other in zip(together, alone, strict=True):
+        assert generate.difference(one, other) < 0.05  # of 255: a batch may round otherwise
+    assert generate.difference(*alone) > 1
+
+
 def test_a_folder_without_a_lora_is_one_plain_line(flux, tmp_path):
     words = ["--pretrained_model_name_or_path", flux.pipeline, "--lora", tmp_path, "--prompt", "x"]
     with pytest.raises(SystemExit, match="error: "):

@@ -24,48 +24,11 @@ import pytest
 import torch
 from PIL import Image, ImageColor
 from test_curves import report_of
-from transformers import (
-    CLIPConfig,
-    CLIPImageProcessor,
-    CLIPModel,
-    ConvNextConfig,
-    ConvNextImageProcessor,
-    ConvNextModel,
-    ViTConfig,
-    ViTImageProcessor,
-    ViTModel,
-)
+from transformers import CLIPImageProcessor, CLIPModel, ViTImageProcessor, ViTModel
 
 import blockskip_utils as blockskip
 import select_blocks
 from conftest import CATS, reset_accelerate
-
-SIDE = {"height": 32, "width": 32}
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-
-
-@pytest.fixture(scope="session")
-def vision(tmp_path_factory):
-    """Tiny vision models with random weights: one with a class token, one that knows text, a convolutional one."""
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("vision")
-    part = {**SMALL, "image_size": 32, "patch_size": 8, "projection_dim": 16, "vocab_size": 50}
-    part |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-    models = {
-        "dino": (ViTModel(ViTConfig(**SMALL, image_size=32, patch_size=8)), ViTImageProcessor(size=SIDE)),
-        "clip": (
-            CLIPModel(CLIPConfig(text_config=part, vision_config=part, projection_dim=16)),
-            CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=SIDE),
-        ),
-        "convolutional": (
-            ConvNextModel(ConvNextConfig(hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], image_size=32)),
-            ConvNextImageProcessor(size={"shortest_edge": 32}),
-        ),
-    }
-    for name, (model, processor) in models.items():
-        model.save_pretrained(folder / name)
-        processor.save_pretrained(folder / name)
-    return folder
 
 
 @pytest.fixture
