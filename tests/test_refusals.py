@@ -101,7 +101,7 @@ MISTAKES = {
     "--train_batch_size 0": ["--train_batch_size", "at least 1"],
     "--report_to nowhere": ["--report_to nowhere"],
     "--resume_from_checkpoint checkpoint-7": ["--resume_from_checkpoint checkpoint-7", "none"],
-    "--skip 3": ["--skip 3"],
+    "--skip 3": ["unrecognized arguments: --skip"],
     "--mixed_precision fp16": ["fp16"],
     "--patch_schedule random --patch_resolution 64": ["--patch_schedule random", "--resolution"],
     "--revision main": ["--revision"],
@@ -166,13 +166,33 @@ def test_a_missing_package_is_named_with_the_flag(flux, tmp_path, monkeypatch, c
     assert f"pip install {packages[0]}" in message and " ".join(flag) in message
 
 
-def test_a_package_that_is_too_old_is_named(flux, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("package", blockskip.MINIMUM_VERSIONS)
+@pytest.mark.parametrize("installed", ["0.1", None], ids=["old", "missing"])
+def test_a_package_that_is_too_old_or_missing_is_named_before_any_is_imported(case, tmp_path, package, installed):
+    """The interpreter is told another version, and has none of the packages to import."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.metadata, sys\n"
+        f"version, installed = importlib.metadata.version, {installed!r}\n"
+        "def fake(name):\n"
+        f"    if name == {package!r} and installed is None:\n"
+        "        raise importlib.metadata.PackageNotFoundError(name)\n"
+        f"    return installed if name == {package!r} else version(name)\n"
+        "importlib.metadata.version = fake\n"
+        f"sys.modules.update(dict.fromkeys({list(blockskip.MINIMUM_VERSIONS)!r}))\n"
+    )
+    done = launch(case.file, ["--help"], PYTHONPATH=str(tmp_path))
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and line.startswith(f"error: {package} ")
+    assert f">={blockskip.MINIMUM_VERSIONS[package]}'" in line and (installed or "not installed") in line
+
+
+def test_datasets_that_would_run_code_are_refused(flux, colours, tmp_path, monkeypatch, capsys):
     version = blockskip.importlib.metadata.version
     monkeypatch.setattr(
-        blockskip.importlib.metadata, "version", lambda name: "0.34.0" if name == "diffusers" else version(name)
+        blockskip.importlib.metadata, "version", lambda name: "3.6.0" if name == "datasets" else version(name)
     )
-    message = refusal(flux.command(CATS, tmp_path / "out"), monkeypatch, capsys)
-    assert "diffusers 0.34.0" in message and "0.35.0" in message
+    arguments = flux.command("", tmp_path / "out", "--dataset_name", colours)
+    assert "datasets 3.6.0" in refusal(arguments, monkeypatch, capsys)
 
 
 def photo_folder(tmp_path, files):
@@ -252,6 +272,11 @@ def test_a_caption_that_is_no_text_is_named_with_its_photo(flux, colours, tmp_pa
         ('{"text": "x"}', "line 6"),
         ('{"file_name": "red.png"}', "'text'"),
         ('{"file_name": "gone.png", "text": "x"}', "gone.png"),
+        ('{"file_name": "../colours/red.png", "text": "x"}', "../colours/red.png"),
+        ('{"file_name": ["red.png"], "text": "x"}', "line 6"),
+        ('{"file_name": 5, "text": "x"}', "line 6"),
+        ('{"file_name": "red.png", "text": "other"}', "line 6 names red.png again"),
+        ("[" * 100000, "line 6"),
     ],
 )
 def test_metadata_that_does_not_fit_is_named(flux, colours, tmp_path, monkeypatch, capsys, line, part):
