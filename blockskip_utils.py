@@ -570,11 +570,17 @@ def _text_problems(args: argparse.Namespace) -> Iterator[str]:
             yield f"--{name} {value} is not in UTF-8, or holds a character that no file can: type it anew"
     if args.hub_token and not re.fullmatch(r"[!-~]+", args.hub_token):
         yield "--hub_token holds a blank or another character that no token has: copy it anew"
-    if args.hub_model_id:
+    if args.push_to_hub:
+        name = repository_name(args)
         try:
-            validate_repo_id(args.hub_model_id)
-        except HFValidationError as problem:
-            yield f"--hub_model_id {args.hub_model_id} cannot be the name of a repository: {problem}"
+            validate_repo_id(name)
+        except HFValidationError:
+            yield f"--push_to_hub: {name} cannot be the name of a repository: name one with --hub_model_id"
+
+
+def repository_name(args: argparse.Namespace) -> str:
+    """The hub repository to upload to: the one given, or named after the output folder."""
+    return args.hub_model_id or pathlib.Path(args.output_dir).resolve().name
 
 
 def _is_text(text: str) -> bool:
@@ -3912,7 +3918,7 @@ def prepare_hub(args: argparse.Namespace, accelerator: Accelerator) -> None:
     from huggingface_hub import create_repo
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
-    name = args.hub_model_id or pathlib.Path(args.output_dir).resolve().name
+    name = repository_name(args)
     try:
         args.hub_model_id = create_repo(repo_id=name, exist_ok=True, token=args.hub_token).repo_id
     except (HfHubHTTPError, LocalTokenNotFoundError, OSError, ValueError) as problem:
