@@ -1947,14 +1947,21 @@ def transformer_structure(args: argparse.Namespace, family: ModelFamily) -> nn.M
             revision=args.revision,
             cache_dir=args.cache_dir,
         )
-    except (OSError, ValueError) as problem:
+        kind = config.get("_class_name")
+    except (OSError, ValueError, AttributeError, RecursionError) as problem:
         refuse(f"{where} has no transformer/config.json that can be read: {str(problem).splitlines()[0]}")
-    if config.get("_class_name") != family.transformer_class.__name__:
-        refuse(
-            f"{where} holds a {config.get('_class_name')}; this script trains a {family.transformer_class.__name__}"
-        )
-    with torch.device("meta"):
-        return family.transformer_class.from_config(config)
+    if kind != family.transformer_class.__name__:
+        refuse(f"{where} holds a {kind}; this script trains a {family.transformer_class.__name__}")
+    guidance_scale = getattr(args, "guidance_scale", None)
+    if guidance_scale is None and config.get("guidance_embeds"):
+        refuse(f"{where} takes guidance as an input, as distilled models do, which this script does not train")
+    if guidance_scale not in (None, 3.5) and not config.get("guidance_embeds"):
+        refuse(f"--guidance_scale has no effect here: {where} takes no guidance, so leave it out")
+    try:
+        with torch.device("meta"):
+            return family.transformer_class.from_config(config)
+    except Exception as problem:  # whatever a number or name that makes no sense leads to
+        refuse(f"{where}: its transformer/config.json describes no transformer ({type(problem).__name__}: {problem})")
 
 
 def check_hub_name(args: argparse.Namespace) -> None:
@@ -2594,8 +2601,6 @@ def make_class_images(run: Run, prompts: Mapping[str, dict[str, torch.Tensor]]) 
     run.class_photos = load_class_photos(args)[: args.num_class_images]
     if run.class_photos_missing:
         refuse(f"--class_data_dir {folder} still lacks {run.class_photos_missing} images: is it on a shared disk?")
-    if run.checkpoint:
-        check_checkpoint(run)
 
 
 # ===================================================================================================================
@@ -3554,7 +3559,12 @@ def start_training(run: Run, trainer: Trainer) -> None:
     free_memory()
     if trainer.model is not None:
         return
+    own_forward = vars(trainer.transformer).get("forward")
     trainer.model, trainer.optimizer = accelerator.prepare(trainer.transformer, trainer.optimizer)
+    # accelerate has wrapped it so that it returns fp32, which FLUX's pipeline would hand back to a model in bf16
+    vars(trainer.transformer).pop("forward", None)
+    if own_forward is not None:
+        trainer.transformer.forward = own_forward
     register_checkpointing(run, trainer)
     set_seed(plan.seed, device_specific=True)  # LoRA dropout differs between processes
     if run.checkpoint:
@@ -3715,7 +3725,8 @@ def check_checkpoint(run: Run) -> None:
     for name, now in run_settings(run).items():
         then = state["settings"].get(name)
         if name == CLASS_IMAGES and run.class_photos_missing:
-            continue  # they are made again, and compared then
+            warn(f"{run.class_photos_missing} class images are missing and made again, the same but for rounding")
+            continue
         if then != now:
             then, now = _only_differing(then, now)
             refuse(f"{run.checkpoint} was trained with {name} {then}, now it is {now}: use the same, or begin anew")

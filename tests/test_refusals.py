@@ -109,6 +109,17 @@ MISTAKES = {
     "--push_to_hub --hub_token secret --report_to all": ["--hub_token", "all"],
     "--logging_dir elsewhere": ["--logging_dir", "--report_to"],
     "--variant fp8": ["--variant fp8"],
+    "--allow_tf32": ["--allow_tf32", "NVIDIA"],
+    "--upcast_before_saving": ["--upcast_before_saving", "fp32"],
+    "--rank 9223372036854775807": ["--rank", "at most"],
+    "--rank 4096": ["--rank 4096", "widest"],
+    "--num_train_epochs 1" + 400 * "0": ["--num_train_epochs", "at most"],
+    "--timestep_shift 1e308": ["--timestep_shift"],
+    "--timestep_shift 1e-308": ["--timestep_shift"],
+    "--weighting_scheme mode --mode_scale 1e308": ["--mode_scale"],
+    "--instance_prompt \udcff": ["--instance_prompt", "UTF-8"],
+    "--pretrained_model_name_or_path ./no/such/folder": ["--pretrained_model_name_or_path ./no/such/folder", "folder"],
+    "--pretrained_model_name_or_path some/model": ["--pretrained_model_name_or_path some/model", "folder"],
     "--prior_generation_precision fp16 --with_prior_preservation --class_data_dir c --class_prompt c": [
         "--prior_generation_precision"
     ],
@@ -407,6 +418,64 @@ def test_a_pipeline_with_a_part_missing_is_refused(flux, tmp_path, monkeypatch, 
     (tmp_path / "model" / part).unlink()
     arguments = flux.command(CATS, tmp_path / "out", "--pretrained_model_name_or_path", tmp_path / "model")
     assert part in refusal(arguments, monkeypatch, capsys)
+
+
+CONFIGS = ["model_index.json", "transformer/config.json", "vae/config.json", "scheduler/scheduler_config.json"]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "[" * 100000, "\xff"], ids=["empty", "cut", "list", "deep", "bytes"]
+)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_damaged_configuration_is_refused(case, tmp_path, monkeypatch, capsys, name, content):
+    shutil.copytree(case.pipeline, tmp_path / "model")
+    (tmp_path / "model" / name).write_text(content, encoding="latin-1")
+    arguments = case.command(CATS, tmp_path / "out", "--pretrained_model_name_or_path", tmp_path / "model")
+    message = refusal(arguments, monkeypatch, capsys, case.script)
+    assert "--pretrained_model_name_or_path" in message and name.rpartition("/")[2] in message
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 23802932552\n"
+
+
+@pytest.mark.parametrize(
+    "change", [lambda b: POINTER, lambda b: b"", lambda b: b[:5], lambda b: b[:-9], lambda b: b + b"x"]
+)
+@pytest.mark.parametrize("component", ["transformer", "vae", "text_encoder"])
+def test_weights_that_were_not_wholly_downloaded_are_named(case, tmp_path, monkeypatch, capsys, component, change):
+    shutil.copytree(case.pipeline, tmp_path / "model")
+    (path,) = (tmp_path / "model" / component).glob("*.safetensors")
+    path.write_bytes(change(path.read_bytes()))
+    arguments = case.command(CATS, tmp_path / "out", "--pretrained_model_name_or_path", tmp_path / "model")
+    message = refusal(arguments, monkeypatch, capsys, case.script)
+    assert f"{component}/{path.name}" in message and "download it again" in message
+    assert ("Git LFS" in message) == (path.read_bytes() == POINTER)
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(flux, tmp_path):
+    """Nothing listens at that port; the hub's own library would try six times, for half a minute."""
+    arguments = flux.command(CATS, tmp_path / "out", "--pretrained_model_name_or_path", "some/model")
+    done = launch(flux.file, arguments, HF_HUB_OFFLINE="0", HF_ENDPOINT="http://127.0.0.1:9")
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 1 and len(errors) == 1 and "some/model" in errors[0] and "hub" in errors[0]
+    assert "Retrying" not in done.stderr and "Traceback" not in done.stderr
+
+
+def test_guidance_that_a_model_does_not_take_is_refused(flux, tmp_path, monkeypatch, capsys):
+    shutil.copytree(flux.pipeline, tmp_path / "model")
+    path = tmp_path / "model" / "transformer" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "guidance_embeds": False}))
+    model = ("--pretrained_model_name_or_path", tmp_path / "model")
+    arguments = flux.command(CATS, tmp_path / "out", *model, "--guidance_scale", 1)
+    assert "--guidance_scale has no effect" in refusal(arguments, monkeypatch, capsys)
+
+
+def test_a_distilled_sana_is_refused(sana, tmp_path, monkeypatch, capsys):
+    shutil.copytree(sana.pipeline, tmp_path / "model")
+    path = tmp_path / "model" / "transformer" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "guidance_embeds": True}))
+    arguments = sana.command(CATS, tmp_path / "out", "--pretrained_model_name_or_path", tmp_path / "model")
+    assert "distilled" in refusal(arguments, monkeypatch, capsys, sana.script)
 
 
 def test_a_model_for_inpainting_is_refused(flux, tmp_path, monkeypatch, capsys):
