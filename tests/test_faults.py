@@ -230,3 +230,11 @@ def test_other_class_images_are_noticed_on_resume_without_the_residuals(flux, tm
     Image.new("RGB", (64, 64), "red").save(path)
     arguments = flux.command(CATS, out, *resume, steps=4)
     assert "class images" in refusal(arguments, monkeypatch, capsys)
+
+
+def test_processes_wait_for_each_other_longer_than_images_take(flux, tmp_path, monkeypatch):
+    """By torch's default, a process that waits for another's images gives up after 10 minutes."""
+    seconds = []
+    spy_on(monkeypatch, "start", after=lambda accelerator, *rest: seconds.append(accelerator.init_handler.timeout))
+    flux.run(flux.command(CATS, tmp_path / "out", steps=1))
+    assert [wait.total_seconds() for wait in seconds] == [7200]
