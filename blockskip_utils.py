@@ -84,8 +84,9 @@ def one_line(text: str) -> str:
     Access tokens in it are hidden: the one given by flag, those in the environment, and what looks like one of the
     hub's.
     """
-    for secret in _secrets | {os.environ[name] for name in _TOKENS if os.environ.get(name)}:
-        text = text.replace(secret, HIDDEN)
+    for secret in _secrets | {os.environ.get(name, "") for name in _TOKENS}:
+        if len(secret) > 3:  # else it is none, and would hide parts of words
+            text = text.replace(secret, HIDDEN)
     text = re.sub(r"\bhf_[A-Za-z0-9]{20,}", HIDDEN, text)
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
@@ -1828,7 +1829,7 @@ def residual_folder(args: argparse.Namespace) -> pathlib.Path:
 
 def start(args: argparse.Namespace, family: ModelFamily) -> Accelerator:
     """Refuse contradictory flags and missing packages, then start accelerate and the log."""
-    _secrets.update([args.hub_token] if args.hub_token else [])
+    _secrets.add(args.hub_token or "")
     for problem in (*flag_problems(args, family), *package_problems(args)):
         refuse(problem)
     if args.dataset_name:
