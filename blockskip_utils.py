@@ -565,10 +565,18 @@ def flag_problems(args: argparse.Namespace, family: "ModelFamily") -> Iterator[s
         yield "--class_data_dir must be another folder than --instance_data_dir: class images are written into it"
 
 
+_PATHS = (
+    *("instance_data_dir", "class_data_dir", "output_dir", "residual_dir", "logging_dir", "cache_dir"),
+    *("resume_from_checkpoint", "bnb_quantization_config_path", "block_curves", "dry_run_json"),
+)
+
+
 def _text_problems(args: argparse.Namespace) -> Iterator[str]:
     for name, value in vars(args).items():
         if isinstance(value, str) and not _is_text(value):
             yield f"--{name} {value} is not in UTF-8, or holds a character that no file can: type it anew"
+        if name in _PATHS and value and max(len(part.encode("utf-8", "replace")) for part in value.split("/")) > 255:
+            yield f"--{name} {value[:20]}... has a part longer than any file's name can be: shorten it"
     if args.hub_token and not re.fullmatch(r"[!-~]+", args.hub_token):
         yield "--hub_token holds a blank or another character that no token has: copy it anew"
     if args.push_to_hub:
@@ -1830,7 +1838,9 @@ def residual_folder(args: argparse.Namespace) -> pathlib.Path:
 def start(args: argparse.Namespace, family: ModelFamily) -> Accelerator:
     """Refuse contradictory flags and missing packages, then start accelerate and the log."""
     _secrets.add(args.hub_token or "")
-    for problem in (*flag_problems(args, family), *package_problems(args)):
+    for problem in flag_problems(args, family):
+        refuse(problem)
+    for problem in package_problems(args):  # it looks for packages by the names that flags give
         refuse(problem)
     if args.dataset_name:
         check_version("datasets", OPTIONAL_VERSIONS["datasets"])

@@ -100,6 +100,7 @@ MISTAKES = {
     "--adam_beta1 1.5": ["--adam_beta1"],
     "--train_batch_size 0": ["--train_batch_size", "at least 1"],
     "--report_to nowhere": ["--report_to nowhere"],
+    "--report_to 0.5": ["--report_to 0.5"],
     "--resume_from_checkpoint checkpoint-7": ["--resume_from_checkpoint checkpoint-7", "none"],
     "--skip 3": ["unrecognized arguments: --skip"],
     "--mixed_precision fp16": ["fp16"],
@@ -234,6 +235,16 @@ def test_photos_that_cannot_be_used(flux, tmp_path, monkeypatch, capsys, files, 
     folder = photo_folder(tmp_path, files)
     message = refusal(flux.command(folder, tmp_path / "out"), monkeypatch, capsys)
     assert all(part in message for part in parts) and str(folder) in message
+
+
+@pytest.mark.parametrize("flag", [f"--{name}" for name in blockskip._PATHS])
+def test_a_name_that_no_file_can_have_is_refused(flux, tmp_path, monkeypatch, capsys, flag):
+    more = ("--dry_run",) if flag == "--dry_run_json" else ("--skip_ratio", 0.5) if flag == "--block_curves" else ()
+    more += ("--report_to", "tensorboard") if flag == "--logging_dir" else ()
+    if flag == "--class_data_dir":
+        more += ("--with_prior_preservation", "--class_prompt", "c")
+    arguments = flux.command(CATS, tmp_path / "out", *more, flag, f"{tmp_path}/{256 * 'x'}")
+    assert f"{flag} " in refusal(arguments, monkeypatch, capsys)
 
 
 def test_folders_that_are_not_there(flux, tmp_path, monkeypatch, capsys):
