@@ -2059,8 +2059,9 @@ def check_components(args: argparse.Namespace, family: ModelFamily, folder: path
         files = [path.name for path in (folder / name).glob("*.safetensors")]
         if not files:
             refuse(f"{where} has no weights in safetensors in {name}, and other formats are not loaded")
-        for index in (folder / name).glob("*.safetensors.index.json"):
-            check_shards(folder, index, where)
+        indices = list((folder / name).glob("*.safetensors.index*.json"))
+        for index in indices:  # of several, some may be of variants that were not downloaded
+            check_shards(folder, index, where, must_be_there=len(indices) == 1)
         if args.variant and name == "transformer" and not any(f".{args.variant}." in file for file in files):
             refuse(f"--variant {args.variant} is not among the weights of {where}: {', '.join(sorted(files))}")
 
@@ -2092,14 +2093,14 @@ def check_index(folder: pathlib.Path, where: str) -> None:
         refuse(f"{where}: model_index.json names a VAE that diffusers {diffusers.__version__} does not have: {vae}")
 
 
-def check_shards(folder: pathlib.Path, index: pathlib.Path, where: str) -> None:
-    """Refuse weights of which an index of shards names a file that is missing, or not in safetensors."""
+def check_shards(folder: pathlib.Path, index: pathlib.Path, where: str, *, must_be_there: bool) -> None:
+    """Refuse weights of which an index of shards names a file that is not in safetensors, or missing."""
     name = index.relative_to(folder).as_posix()
     shards = read_config(folder, name, where).get("weight_map")
     for shard in sorted({str(shard) for shard in shards.values()}) if isinstance(shards, dict) else [str(shards)]:
         if pathlib.PurePath(shard).name != shard or not shard.endswith(".safetensors"):
             refuse(f"{where}: {name} names {shard}, which is no file of weights in safetensors beside it")
-        if not (index.parent / shard).is_file():
+        if must_be_there and not (index.parent / shard).is_file():
             refuse(f"{where}: {name} names {shard}, which is missing: download it again")
 
 

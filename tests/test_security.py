@@ -90,14 +90,15 @@ def test_pickled_weights_are_not_loaded(case, tmp_path, monkeypatch, capsys, com
     assert "safetensors" in message and component in message and not (tmp_path / "exploded").exists()
 
 
+@pytest.mark.parametrize("variant", ["", ".fp16"])
 @pytest.mark.parametrize("shard", ["diffusion_pytorch_model.bin", "../../evil.safetensors", "gone.safetensors"])
-def test_an_index_cannot_name_shards_of_another_kind_or_place(case, tmp_path, monkeypatch, capsys, shard):
+def test_an_index_cannot_name_shards_of_another_kind_or_place(case, tmp_path, monkeypatch, capsys, shard, variant):
     model, flags = copy_of(case, tmp_path)
     (model / "transformer" / "diffusion_pytorch_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
     index = {"metadata": {"total_size": 1}, "weight_map": {"x_embedder.weight": shard}}
-    (model / "transformer" / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+    (model / "transformer" / f"diffusion_pytorch_model.safetensors.index{variant}.json").write_text(json.dumps(index))
     message = refusal(case.command(CATS, tmp_path / "out", *flags), monkeypatch, capsys, case.script)
-    assert shard in message and "index.json" in message and not (tmp_path / "exploded").exists()
+    assert shard in message and f"index{variant}.json" in message and not (tmp_path / "exploded").exists()
 
 
 @pytest.mark.parametrize("entry", ["text_encoder", "vae", "scheduler", "_class_name"])
