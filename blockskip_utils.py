@@ -38,6 +38,7 @@ Sampling and Block Skipping"; docstrings name the part of it that they follow.
 """
 
 import argparse
+import codecs
 import contextlib
 import dataclasses
 import functools
@@ -61,6 +62,62 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NoReturn
+
+from packaging.version import Version
+
+MINIMUM_VERSIONS = {
+    "torch": "2.4",
+    "diffusers": "0.35.0",
+    "peft": "0.17.0",
+    "accelerate": "1.0.0",
+    "transformers": "4.48.0",
+}
+OPTIONAL_VERSIONS = {"datasets": "4.0.0"}  # older ones run code that a dataset brings along
+HIDDEN = "[hidden]"
+_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")  # variables of the environment that hold one
+_secrets: set[str] = set()
+
+
+def one_line(text: str) -> str:
+    """Text for one line of a terminal or log: what cannot be printed, such as a newline, is written as an escape.
+
+    Access tokens in it are hidden: the one given by flag, those in the environment, and what looks like one of the
+    hub's.
+    """
+    for secret in _secrets | {os.environ.get(name, "") for name in _TOKENS}:
+        if len(secret) > 3:  # else it is none, and would hide parts of words
+            text = text.replace(secret, HIDDEN)
+    text = re.sub(r"\bhf_[A-Za-z0-9]{20,}", HIDDEN, text)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def refuse(message: str, *, every_process: bool = False) -> NoReturn:
+    """End the run with one plain line on stderr and exit status 1.
+
+    What all processes find out alike is said once on each machine; `every_process` is for what only one of them meets.
+    """
+    speaks = every_process or int(os.environ.get("LOCAL_RANK", "0")) == 0
+    raise SystemExit(f"error: {one_line(message)}" if speaks else 1)
+
+
+def warn(message: str) -> None:
+    """Log a warning that all processes would give alike, once on each machine."""
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        logger.warning(one_line(message))
+
+
+def check_version(package: str, floor: str) -> None:
+    """Refuse a package that is missing, or older than its floor."""
+    try:
+        installed = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        refuse(f"{package} is not installed: run pip install '{package}>={floor}'")
+    if Version(installed) < Version(floor):
+        refuse(f"{package} {installed} is too old: run pip install -U '{package}>={floor}'")
+
+
+for _package, _floor in MINIMUM_VERSIONS.items():  # before anything is imported that an older one may lack
+    check_version(_package, _floor)
 
 import diffusers
 import numpy as np
@@ -87,8 +144,15 @@ from diffusers.training_utils import (
     free_memory,
 )
 from diffusers.utils.hub_utils import MODEL_CARD_TEMPLATE_PATH, populate_model_card
-from huggingface_hub import ModelCard, ModelCardData, snapshot_download
-from packaging.version import Version
+from huggingface_hub import (
+    ModelCard,
+    ModelCardData,
+    get_hf_file_metadata,
+    hf_hub_url,
+    snapshot_download,
+    try_to_load_from_cache,
+)
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from PIL import Image, ImageOps
@@ -103,7 +167,6 @@ from tqdm.auto import tqdm
 
 logger = logging.getLogger(__name__)
 
-MINIMUM_VERSIONS = {"diffusers": "0.35.0", "peft": "0.17.0", "accelerate": "1.0.0", "transformers": "4.48.0"}
 LORA_FILE = "pytorch_lora_weights.safetensors"
 PATCH_SCHEDULES = ("linear", "reverse", "random", "none")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "no": torch.float32}
@@ -122,23 +185,23 @@ def readable(size: float) -> str:
     return f"{size / 2**10:.1f} KiB"
 
 
-def refuse(message: str, *, every_process: bool = False) -> NoReturn:
-    """End the run with one plain line on stderr and exit status 1.
-
-    What all processes find out alike is said once on each machine; `every_process` is for what only one of them meets.
-    """
-    speaks = every_process or int(os.environ.get("LOCAL_RANK", "0")) == 0
-    raise SystemExit(f"error: {message}" if speaks else 1)
-
-
 class OneLineParser(argparse.ArgumentParser):
     """An ArgumentParser that takes no abbreviations, and whose errors are one line without the usage in front."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
 
+    def parse_args(self, args: list[str] | None = None, namespace: argparse.Namespace | None = None) -> Any:
+        """As of argparse, but what follows an unknown flag is not repeated: it may be a token with a flag mistyped."""
+        namespace, rest = self.parse_known_args(args, namespace)
+        if rest:
+            flags = [word.split("=")[0] for word in rest if word.startswith("-")]
+            self.error(f"unrecognized arguments: {' '.join(flags or rest)}")
+        return namespace
+
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n" if int(os.environ.get("LOCAL_RANK", "0")) == 0 else None)
+        speaks = int(os.environ.get("LOCAL_RANK", "0")) == 0
+        self.exit(2, f"{self.prog}: error: {one_line(message)}\n" if speaks else None)
 
 
 def _number(kind: type, minimum: float, *, exclusive: bool = False, maximum: float = math.inf) -> Callable[[str], Any]:
@@ -147,6 +210,8 @@ def _number(kind: type, minimum: float, *, exclusive: bool = False, maximum: flo
             value = kind(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if kind is int and value > MOST:
+            raise argparse.ArgumentTypeError(f"must be at most {min(MOST, maximum)}, got {text}")
         if not math.isfinite(value) or value < minimum or (exclusive and value == minimum):
             raise argparse.ArgumentTypeError(f"must be {'above' if exclusive else 'at least'} {minimum}, got {text}")
         if value > maximum:
@@ -156,6 +221,7 @@ def _number(kind: type, minimum: float, *, exclusive: bool = False, maximum: flo
     return parse
 
 
+MOST = 2**53  # beyond it, whole numbers are not exact as floats
 COUNT = _number(int, 0)
 SEED = _number(int, 0, maximum=2**32 - 2**16)  # numpy takes 32 bits, and each process adds its rank
 POSITIVE = _number(int, 1)
@@ -493,9 +559,42 @@ def flag_problems(args: argparse.Namespace, family: "ModelFamily") -> Iterator[s
         yield f"--hub_token would be stored by --report_to {args.report_to}: log in with `hf auth login` instead"
     if args.report_to not in ("none", "all", *(kind.value for kind in LoggerType)):
         yield f"--report_to {args.report_to} is unknown: use none or one of {', '.join(k.value for k in LoggerType)}"
+    yield from _text_problems(args)
     folders = [args.class_data_dir, args.instance_data_dir]
     if all(folders) and len(set(map(os.path.realpath, folders))) == 1:
         yield "--class_data_dir must be another folder than --instance_data_dir: class images are written into it"
+
+
+_PATHS = (
+    *("instance_data_dir", "class_data_dir", "output_dir", "residual_dir", "logging_dir", "cache_dir"),
+    *("resume_from_checkpoint", "bnb_quantization_config_path", "block_curves", "dry_run_json"),
+)
+
+
+def _text_problems(args: argparse.Namespace) -> Iterator[str]:
+    for name, value in vars(args).items():
+        if isinstance(value, str) and not _is_text(value):
+            yield f"--{name} {value} is not in UTF-8, or holds a character that no file can: type it anew"
+        if name in _PATHS and value and max(len(part.encode("utf-8", "replace")) for part in value.split("/")) > 255:
+            yield f"--{name} {value[:20]}... has a part longer than any file's name can be: shorten it"
+    if args.hub_token and not re.fullmatch(r"[!-~]+", args.hub_token):
+        yield "--hub_token holds a blank or another character that no token has: copy it anew"
+    if args.push_to_hub:
+        name = repository_name(args)
+        try:
+            validate_repo_id(name)
+        except HFValidationError:
+            yield f"--push_to_hub: {name} cannot be the name of a repository: name one with --hub_model_id"
+
+
+def repository_name(args: argparse.Namespace) -> str:
+    """The hub repository to upload to: the one given, or named after the output folder."""
+    return args.hub_model_id or pathlib.Path(args.output_dir).resolve().name
+
+
+def _is_text(text: str) -> bool:
+    """Whether text can be written to a file: surrogates stand for bytes that are not in UTF-8."""
+    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _size_problems(args: argparse.Namespace, multiple: int) -> Iterator[str]:
@@ -516,11 +615,7 @@ _TRACKER_PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX"), "comet_ml":
 
 
 def package_problems(args: argparse.Namespace) -> Iterator[str]:
-    """Yield one plain sentence for every package that the flags need and that is missing or too old."""
-    for package, floor in MINIMUM_VERSIONS.items():
-        installed = importlib.metadata.version(package)
-        if Version(installed) < Version(floor):
-            yield f"{package} {installed} is too old: run pip install -U '{package}>={floor}'"
+    """Yield one plain sentence for every package that the flags need and that is missing."""
     wanted = {
         "--use_8bit_adam": (args.use_8bit_adam, ("bitsandbytes",)),
         "--bnb_quantization_config_path": (bool(args.bnb_quantization_config_path), ("bitsandbytes",)),
@@ -608,10 +703,10 @@ def find_photos(folder: str, flag: str) -> list[pathlib.Path]:
         for entry in entries
     ]
     passed_over = [
-        e.name for e, photo in zip(entries, is_photo, strict=True) if not photo and "metadata" not in e.stem
+        e.name for e, photo in zip(entries, is_photo, strict=True) if not photo and e.name != "metadata.jsonl"
     ]
     if passed_over:
-        logger.info(f"{flag} {folder}: passed over what is no image: {', '.join(passed_over)}")
+        logger.info(one_line(f"{flag} {folder}: passed over what is no image: {', '.join(passed_over)}"))
     return [entry for entry, photo in zip(entries, is_photo, strict=True) if photo]
 
 
@@ -631,18 +726,24 @@ def _folder_captions(args: argparse.Namespace) -> Mapping[str, Any]:
         lines = metadata.read_text(encoding="utf-8-sig").split("\n")  # captions may hold other separators of lines
     except UnicodeDecodeError:
         refuse(f"{metadata} is not in UTF-8: save it again in that encoding")
+    except OSError as problem:
+        refuse(f"{metadata} cannot be read ({problem.strerror})")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
             name = row["file_name"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
+            name = None
+        if not isinstance(name, str):
             refuse(f"{metadata}: line {number} is not a JSON object with a file_name")
         if args.caption_column not in row:
             refuse(
                 f"{metadata}: line {number} has no {args.caption_column!r}, the --caption_column; it has {list(row)}"
             )
+        if name in captions:
+            refuse(f"{metadata}: line {number} names {name} again: keep one line for each photo")
         captions[name] = row[args.caption_column]
     return captions
 
@@ -654,7 +755,9 @@ def _caption(value: Any, args: argparse.Namespace, where: str) -> str:
             refuse(f"{where} has no caption: write one, or give --instance_prompt to stand in for it")
         return args.instance_prompt
     if not isinstance(value, str):
-        refuse(f"{where} has a caption that is no text but {type(value).__name__}: {value!r}")
+        refuse(f"{where} has a caption that is no text but {type(value).__name__}: {value!r:.100}")
+    if not _is_text(value):
+        refuse(f"{where} has a caption with a character that no file can hold: write it anew: {value!r:.100}")
     return value
 
 
@@ -1505,7 +1608,7 @@ class ResidualStore:
         path = self.path(draw)
         try:
             with safetensors.safe_open(path, framework="pt") as file:
-                metadata = file.metadata()
+                metadata = file.metadata() or {}
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
         except (OSError, safetensors.SafetensorError) as problem:
             raise DamagedResidual(f"{path} cannot be read: {problem}") from None
@@ -1584,11 +1687,23 @@ def weights_digest(folder: str) -> str:
         digest.update(f"{path.relative_to(root)} {path.stat().st_size}\n".encode())
         with path.open("rb") as file:
             if path.suffix == ".safetensors":
+                _check_safetensors(path)
                 for chunk in _tensor_heads(file):
                     digest.update(chunk)
             else:
                 digest.update(file.read(1 << 20))
     return digest.hexdigest()
+
+
+def _check_safetensors(path: pathlib.Path) -> None:
+    """Refuse a file of weights whose header does not describe it to the last byte; only the header is read."""
+    try:
+        with safetensors.safe_open(path, framework="pt"):
+            pass
+    except (OSError, safetensors.SafetensorError) as problem:
+        begin = path.read_bytes()[:40] if path.stat().st_size < 1000 else b""
+        reason = "it is a pointer of Git LFS" if begin.startswith(b"version https://git-lfs") else str(problem)
+        refuse(f"{path} is no whole file of weights ({reason}): download it again")
 
 
 def _tensor_heads(file: Any) -> Iterator[bytes]:
@@ -1727,8 +1842,13 @@ def residual_folder(args: argparse.Namespace) -> pathlib.Path:
 
 def start(args: argparse.Namespace, family: ModelFamily) -> Accelerator:
     """Refuse contradictory flags and missing packages, then start accelerate and the log."""
-    for problem in (*flag_problems(args, family), *package_problems(args)):
+    _secrets.add(args.hub_token or "")
+    for problem in flag_problems(args, family):
         refuse(problem)
+    for problem in package_problems(args):  # it looks for packages by the names that flags give
+        refuse(problem)
+    if args.dataset_name:
+        check_version("datasets", OPTIONAL_VERSIONS["datasets"])
     precision = args.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
     if args.dry_run and precision == "fp16":
         args.mixed_precision = "bf16"  # takes as many bytes, and no GPU
@@ -1760,6 +1880,16 @@ def start(args: argparse.Namespace, family: ModelFamily) -> Accelerator:
     for flag, precision in flags.items():
         if accelerator.device.type == "cpu" and precision == "fp16" and not args.dry_run:
             refuse(f"{flag} fp16 needs an accelerator, and this run is on a CPU: use bf16 or no")
+    if args.upcast_before_saving and accelerator.mixed_precision == "no":
+        refuse("--upcast_before_saving has no effect here: the whole run is in fp32, so leave it out")
+    if args.allow_tf32 and not (torch.cuda.is_available() or args.dry_run):
+        refuse("--allow_tf32 has no effect here: there is no NVIDIA card, so leave it out")
+    set_up_log(args, accelerator)
+    return accelerator
+
+
+def set_up_log(args: argparse.Namespace, accelerator: Accelerator) -> None:
+    """Let the main process tell what goes on, and the others what is worth a warning."""
     level = logging.INFO if accelerator.is_main_process else logging.WARNING
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=level, force=True)
     for library in ("httpx", "datasets", "accelerate.checkpointing", "accelerate.accelerator", "fsspec"):
@@ -1770,7 +1900,6 @@ def start(args: argparse.Namespace, family: ModelFamily) -> Accelerator:
     warnings.filterwarnings("ignore", message=".*`torch_dtype` is deprecated", category=FutureWarning)
     if args.allow_tf32 and torch.cuda.is_available():
         torch.backends.cuda.matmul.allow_tf32 = True
-    return accelerator
 
 
 def check(args: argparse.Namespace, family: ModelFamily, accelerator: Accelerator, report: "RunReport") -> Run:
@@ -1787,6 +1916,7 @@ def check(args: argparse.Namespace, family: ModelFamily, accelerator: Accelerato
         model_folder = fetch_model(args, family)
     check_shapes(family, model_folder, transformer.config)
     scheduler = family.load_scheduler(model_folder, args)
+    check_timesteps(args, scheduler)
     seed = choose_seed(args, accelerator, checkpoint)
     dtype, count = DTYPES[accelerator.mixed_precision], accelerator.num_processes
     plan = make_plan(args, family, transformer, len(photos), seed, count, dtype, checkpoint)
@@ -1825,6 +1955,7 @@ def check(args: argparse.Namespace, family: ModelFamily, accelerator: Accelerato
 def transformer_structure(args: argparse.Namespace, family: ModelFamily) -> nn.Module:
     """The transformer on the meta device, from its config.json alone: structure without weights."""
     where = f"--pretrained_model_name_or_path {args.pretrained_model_name_or_path}"
+    check_hub_name(args)
     try:
         config = family.transformer_class.load_config(
             args.pretrained_model_name_or_path,
@@ -1832,14 +1963,40 @@ def transformer_structure(args: argparse.Namespace, family: ModelFamily) -> nn.M
             revision=args.revision,
             cache_dir=args.cache_dir,
         )
-    except (OSError, ValueError) as problem:
+        kind = config.get("_class_name")
+    except (OSError, ValueError, AttributeError, RecursionError) as problem:
         refuse(f"{where} has no transformer/config.json that can be read: {str(problem).splitlines()[0]}")
-    if config.get("_class_name") != family.transformer_class.__name__:
-        refuse(
-            f"{where} holds a {config.get('_class_name')}; this script trains a {family.transformer_class.__name__}"
-        )
-    with torch.device("meta"):
-        return family.transformer_class.from_config(config)
+    if kind != family.transformer_class.__name__:
+        refuse(f"{where} holds a {kind}; this script trains a {family.transformer_class.__name__}")
+    guidance_scale = getattr(args, "guidance_scale", None)
+    if guidance_scale is None and config.get("guidance_embeds"):
+        refuse(f"{where} takes guidance as an input, as distilled models do, which this script does not train")
+    if guidance_scale not in (None, 3.5) and not config.get("guidance_embeds"):
+        refuse(f"--guidance_scale has no effect here: {where} takes no guidance, so leave it out")
+    try:
+        with torch.device("meta"):
+            return family.transformer_class.from_config(config)
+    except Exception as problem:  # whatever a number or name that makes no sense leads to
+        refuse(f"{where}: its transformer/config.json describes no transformer ({type(problem).__name__}: {problem})")
+
+
+def check_hub_name(args: argparse.Namespace) -> None:
+    """Refuse a model that is no folder, and neither in the cache nor on the hub; it is asked for once, not retried."""
+    name = args.pretrained_model_name_or_path
+    if os.path.isdir(name):
+        return
+    where = f"--pretrained_model_name_or_path {name}"
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        refuse(f"{where} is neither a folder nor the name of a repository on the hub: correct it")
+    if isinstance(try_to_load_from_cache(name, "model_index.json", args.cache_dir, args.revision), str):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "model_index.json", revision=args.revision))
+    except Exception as problem:  # of huggingface_hub, or of the library that it uses for the network
+        reason = next(iter(str(problem).splitlines()), type(problem).__name__)
+        refuse(f"{where} is no folder, and cannot be read from the hub ({reason})")
 
 
 def nearest_existing(path: pathlib.Path) -> pathlib.Path:
@@ -1898,29 +2055,83 @@ def fetch_model(args: argparse.Namespace, family: ModelFamily) -> str:
 def check_components(args: argparse.Namespace, family: ModelFamily, folder: pathlib.Path) -> None:
     """Refuse a local pipeline that lacks a component's configuration, or its weights in safetensors."""
     where = f"--pretrained_model_name_or_path {folder}"
-    if not (folder / "scheduler" / "scheduler_config.json").is_file():
-        refuse(f"{where} has no scheduler/scheduler_config.json")
+    check_index(folder, where)
+    read_config(folder, "scheduler/scheduler_config.json", where)
     for name in ("transformer", "vae", *(part for part in family.text_components if part.startswith("text"))):
-        if not (folder / name / "config.json").is_file():
-            refuse(f"{where} has no {name}/config.json")
+        read_config(folder, f"{name}/config.json", where)
         if args.dry_run:
             continue
         files = [path.name for path in (folder / name).glob("*.safetensors")]
         if not files:
             refuse(f"{where} has no weights in safetensors in {name}, and other formats are not loaded")
+        indices = list((folder / name).glob("*.safetensors.index*.json"))
+        for index in indices:  # of several, some may be of variants that were not downloaded
+            check_shards(folder, index, where, must_be_there=len(indices) == 1)
         if args.variant and name == "transformer" and not any(f".{args.variant}." in file for file in files):
             refuse(f"--variant {args.variant} is not among the weights of {where}: {', '.join(sorted(files))}")
 
 
+def read_config(folder: pathlib.Path, name: str, where: str) -> dict[str, Any]:
+    """A JSON file of a pipeline; refuses one that is missing or damaged."""
+    try:
+        config = json.loads((folder / name).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        refuse(f"{where} has no {name}")
+    except (OSError, ValueError, RecursionError) as problem:
+        refuse(f"{where}: {name} cannot be read ({problem}): download it again")
+    if not isinstance(config, dict):
+        refuse(f"{where}: {name} is not a JSON object: download it again")
+    return config
+
+
+def check_index(folder: pathlib.Path, where: str) -> None:
+    """Refuse a pipeline whose index names classes of other libraries: diffusers would run code out of the folder."""
+    index = read_config(folder, "model_index.json", where)
+    for name, value in index.items():
+        if isinstance(value, list) and value[:1] not in (["diffusers"], ["transformers"], [None]):
+            refuse(
+                f"{where}: model_index.json takes {name} from {value[0] if value else 'nowhere'}: only classes of "
+                "diffusers and transformers are loaded, and no code that a model brings along"
+            )
+    vae = index.get("vae")
+    if not isinstance(vae, list) or len(vae) != 2 or not hasattr(diffusers, str(vae[1])):
+        refuse(f"{where}: model_index.json names a VAE that diffusers {diffusers.__version__} does not have: {vae}")
+
+
+def check_shards(folder: pathlib.Path, index: pathlib.Path, where: str, *, must_be_there: bool) -> None:
+    """Refuse weights of which an index of shards names a file that is not in safetensors, or missing."""
+    name = index.relative_to(folder).as_posix()
+    shards = read_config(folder, name, where).get("weight_map")
+    for shard in sorted({str(shard) for shard in shards.values()}) if isinstance(shards, dict) else [str(shards)]:
+        if pathlib.PurePath(shard).name != shard or not shard.endswith(".safetensors"):
+            refuse(f"{where}: {name} names {shard}, which is no file of weights in safetensors beside it")
+        if must_be_there and not (index.parent / shard).is_file():
+            refuse(f"{where}: {name} names {shard}, which is missing: download it again")
+
+
 def check_shapes(family: ModelFamily, folder: str, config: Mapping[str, Any]) -> None:
     """Refuse a transformer that wants other inputs than noisy latents, as models for inpainting or control do."""
-    vae = json.loads(pathlib.Path(folder, "vae", "config.json").read_text())
+    vae = read_config(pathlib.Path(folder), "vae/config.json", f"--pretrained_model_name_or_path {folder}")
+    if not isinstance(vae.get("latent_channels"), int):
+        refuse(f"--pretrained_model_name_or_path {folder}: vae/config.json names no latent_channels")
     wanted = vae["latent_channels"] * family.latent_cells_per_token
     if config["in_channels"] != wanted:
         refuse(
             f"the transformer in {folder} takes {config['in_channels']} channels, the VAE's latents fill {wanted}: "
             "use a plain text-to-image model"
         )
+
+
+def check_timesteps(args: argparse.Namespace, scheduler: FlowMatchEulerDiscreteScheduler) -> None:
+    """Refuse a shift or density of timesteps that is beyond what floating point numbers can express."""
+    sigmas = scheduler.sigmas[: len(scheduler.timesteps)]
+    if not (torch.isfinite(sigmas).all() and sigmas.min() > 0 and sigmas.max() <= 1):
+        refuse(f"--timestep_shift {args.timestep_shift} leaves no noise levels above 0 and up to 1: take one nearer 1")
+    density = compute_density_for_timestep_sampling(
+        args.weighting_scheme, 1000, args.logit_mean, args.logit_std, args.mode_scale, generator=keyed_generator(0)
+    )
+    if not torch.isfinite(density).all():
+        refuse("--logit_mean, --logit_std, --mode_scale: no timestep follows from numbers as large as these")
 
 
 def choose_seed(args: argparse.Namespace, accelerator: Accelerator, checkpoint: pathlib.Path | None) -> int:
@@ -1971,7 +2182,7 @@ def make_plan(
     if args.num_draws and args.num_draws > num_draws:
         logger.info(f"--num_draws {args.num_draws} is more than the {num_draws} samples of {period_steps} steps")
     if num_draws < num_photos and not args.residual_refresh_steps:
-        logger.warning(f"{num_draws} draws leave photos out: there are {num_photos}")
+        warn(f"{num_draws} draws leave photos out: there are {num_photos}")
     if num_draws < num_processes:
         refuse(f"--num_draws {num_draws} leaves a process without any: give at least {num_processes}, one per process")
     return Plan(
@@ -2010,6 +2221,10 @@ def of_skip_counts(
         targets = lora_target_names(transformer, first, last, names or family.layout.lora_layers)
     except ValueError as problem:
         refuse(f"--lora_layers: {problem}")
+    layers = [transformer.get_submodule(name) for name in targets]
+    widest = max(max(layer.weight.shape[:2]) for layer in layers)
+    if args.rank > widest:
+        refuse(f"--rank {args.rank} is above {widest}, the width of the widest layer that gets a LoRA: lower it")
     modulations = modulation_names(transformer, first, last, targets)
     modulation_width = sum(transformer.get_submodule(name).out_features for name in modulations)
     header = 2048 + 128 * len(modulations)  # about
@@ -2114,6 +2329,7 @@ def check_disk(plan: Plan, store: ResidualStore) -> None:
 
 
 PAIR = "the skip counts"
+CLASS_IMAGES = "the class images of digest"
 MAY_CHANGE_ON_RESUME = frozenset(
     [
         "pretrained_model_name_or_path",
@@ -2173,6 +2389,7 @@ def run_settings(run: Run) -> dict[str, Any]:
         "--bnb_quantization_config_path": quantization_settings(run),
         "the number of processes": run.plan.num_processes,
         "the photos and captions of digest": photos_digest(run.photos),
+        CLASS_IMAGES: photos_digest(run.class_photos) if run.args.with_prior_preservation else None,
         "the base model of digest": run.model_digest,
     }
     return json.loads(json.dumps(settings))
@@ -2187,6 +2404,8 @@ def is_finished(run: Run) -> bool:
         then, now = report["settings"], run_settings(run)
         if run.plan.pair_is_open:  # the finished run had measured it
             now[PAIR] = then[PAIR]
+        if run.class_photos_missing:  # the finished run had made them
+            now[CLASS_IMAGES] = then[CLASS_IMAGES]
         return report["steps"] >= run.plan.max_steps and then == now
     except (OSError, ValueError, KeyError, TypeError):
         return False
@@ -2313,7 +2532,7 @@ def take_back(module: nn.Module) -> None:
 
 def load_vae(run: Run) -> nn.Module:
     """The VAE in fp32, in which neither FLUX's nor SANA's overflows, in host memory."""
-    index = json.loads(pathlib.Path(run.model_folder, "model_index.json").read_text())
+    index = read_config(pathlib.Path(run.model_folder), "model_index.json", "--pretrained_model_name_or_path")
     vae_class = getattr(diffusers, index["vae"][1])
     vae = vae_class.from_pretrained(
         run.model_folder, subfolder="vae", torch_dtype=torch.float32, variant=run.args.variant, use_safetensors=True
@@ -3139,9 +3358,9 @@ def load_trainer(run: Run) -> Trainer:
         power=args.lr_power,
     )
     if args.optimizer == "prodigy" and args.learning_rate <= 0.1:
-        logger.warning(f"Prodigy finds the step size by itself: --learning_rate 1 suits it, not {args.learning_rate}")
+        warn(f"Prodigy finds the step size by itself: --learning_rate 1 suits it, not {args.learning_rate}")
     if args.lr_scheduler != "constant" and args.lr_warmup_steps >= plan.max_steps:
-        logger.warning(
+        warn(
             f"--lr_warmup_steps {args.lr_warmup_steps} is no less than the run's {plan.max_steps} steps: "
             "the learning rate never reaches its peak"
         )
@@ -3357,7 +3576,12 @@ def start_training(run: Run, trainer: Trainer) -> None:
     free_memory()
     if trainer.model is not None:
         return
+    own_forward = vars(trainer.transformer).get("forward")
     trainer.model, trainer.optimizer = accelerator.prepare(trainer.transformer, trainer.optimizer)
+    # accelerate has wrapped it so that it returns fp32, which FLUX's pipeline would hand back to a model in bf16
+    vars(trainer.transformer).pop("forward", None)
+    if own_forward is not None:
+        trainer.transformer.forward = own_forward
     register_checkpointing(run, trainer)
     set_seed(plan.seed, device_specific=True)  # LoRA dropout differs between processes
     if run.checkpoint:
@@ -3517,6 +3741,9 @@ def check_checkpoint(run: Run) -> None:
     state = read_checkpoint_state(run.checkpoint)
     for name, now in run_settings(run).items():
         then = state["settings"].get(name)
+        if name == CLASS_IMAGES and run.class_photos_missing:
+            warn(f"{run.class_photos_missing} class images are missing and made again, the same but for rounding")
+            continue
         if then != now:
             then, now = _only_differing(then, now)
             refuse(f"{run.checkpoint} was trained with {name} {then}, now it is {now}: use the same, or begin anew")
@@ -3529,7 +3756,26 @@ def check_checkpoint(run: Run) -> None:
     for name in wanted:
         if not (run.checkpoint / name).is_file():
             refuse(f"{run.checkpoint} has no {name}, so it is no whole checkpoint: resume from another one")
+        check_plain(run.checkpoint / name)
     logger.info(f"resuming from {run.checkpoint} at step {state['step']}")
+
+
+def check_plain(path: pathlib.Path) -> None:
+    """Refuse a checkpoint's file that is damaged, or holds more than tensors, numbers and their containers.
+
+    Such a file may run code when it is unpickled, and accelerate, which reads it later, does not always look.
+    """
+    if path.suffix == ".safetensors":
+        _check_safetensors(path)
+        return
+    numpy_core = getattr(np, "_core", None) or np.core
+    arrays = [numpy_core.multiarray._reconstruct, np.ndarray, np.dtype, np.dtypes.UInt32DType, codecs.encode]
+    torch.serialization.add_safe_globals(arrays)  # of which numpy's random state is made
+    try:
+        torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as problem:  # of pickle, zipfile, struct, ...
+        reason = type(problem).__name__
+        refuse(f"{path} is damaged, or holds code, which is not run ({reason}): resume from another checkpoint")
 
 
 def _only_differing(one: Any, other: Any) -> tuple[Any, Any]:
@@ -3700,7 +3946,7 @@ def prepare_hub(args: argparse.Namespace, accelerator: Accelerator) -> None:
     from huggingface_hub import create_repo
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
-    name = args.hub_model_id or pathlib.Path(args.output_dir).resolve().name
+    name = repository_name(args)
     try:
         args.hub_model_id = create_repo(repo_id=name, exist_ok=True, token=args.hub_token).repo_id
     except (HfHubHTTPError, LocalTokenNotFoundError, OSError, ValueError) as problem:
@@ -3708,16 +3954,19 @@ def prepare_hub(args: argparse.Namespace, accelerator: Accelerator) -> None:
 
 
 def model_card(run: Run, images: list[pathlib.Path]) -> str:
-    """The text of OUTPUT/README.md; prompts stand in it as JSON strings, so that none can break out of its place."""
+    """The text of OUTPUT/README.md; names and prompts stand in it so that none can break out of its place.
+
+    In the example they are literals of Python, which are one line each; in the front matter YAML takes care of them.
+    """
     args, plan = run.args, run.plan
-    prompt = json.dumps(args.validation_prompt or args.instance_prompt or run.photos[0].caption)
+    prompt = args.validation_prompt or args.instance_prompt or run.photos[0].caption
     repository = args.hub_model_id or "FOLDER_OR_REPOSITORY_OF_THIS_LORA"
     base = args.pretrained_model_name_or_path
     base = pathlib.Path(base).name if os.path.isdir(base) else base
     description = f"""
 # {run.family.name} DreamBooth LoRA, trained with DiT-BlockSkip
 
-A LoRA of rank {args.rank} for `{base}`, trained on {len(run.photos)} photos in {plan.max_steps} steps.
+A LoRA of rank {args.rank} for {_code(base)}, trained on {len(run.photos)} photos in {plan.max_steps} steps.
 It acts on {plan.depth - plan.skip_first - plan.skip_last} of {plan.depth} blocks: the first {plan.skip_first} and last
 {plan.skip_last} were skipped in training, with stored residuals in their place (arXiv 2603.20755). At inference it is
 an ordinary LoRA for the full model.
@@ -3728,10 +3977,10 @@ an ordinary LoRA for the full model.
 import torch
 from diffusers import {run.family.pipeline_class.__name__}
 
-pipeline = {run.family.pipeline_class.__name__}.from_pretrained({json.dumps(base)}, torch_dtype=torch.bfloat16)
+pipeline = {run.family.pipeline_class.__name__}.from_pretrained({_literal(base)}, torch_dtype=torch.bfloat16)
 pipeline.to("cuda")
-pipeline.load_lora_weights({json.dumps(repository)}, weight_name="{LORA_FILE}")
-image = pipeline({prompt}).images[0]
+pipeline.load_lora_weights({_literal(repository)}, weight_name="{LORA_FILE}")
+image = pipeline({_literal(prompt)}).images[0]
 ```
 """
     widget = [
@@ -3749,6 +3998,16 @@ image = pipeline({prompt}).images[0]
     )
     tags = ["text-to-image", "diffusers-training", "diffusers", "lora", "template:sd-lora", run.family.name.lower()]
     return str(populate_model_card(card, tags=tags))
+
+
+def _code(text: str) -> str:
+    """Text as code in a line of Markdown."""
+    return f"`{one_line(text).replace('`', chr(39))}`"
+
+
+def _literal(text: str) -> str:
+    """Text as a literal of Python on one line, in double quotes if it holds none."""
+    return repr(text) if '"' in text or "\\" in repr(text) else f'"{text}"'
 
 
 def publish(run: Run, images: list[pathlib.Path]) -> None:

@@ -31,12 +31,12 @@ import argparse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import blockskip_utils as blockskip  # isort: skip (first, since it refuses packages that are too old)
+
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from PIL import Image
 from torch import nn
-
-import blockskip_utils as blockskip
 
 PATCH_RESOLUTION = 256  # pixels: the smallest crop, and the side of every network input
 

@@ -35,12 +35,12 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import blockskip_utils as blockskip  # isort: skip (first, since it refuses packages that are too old)
+
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline, SanaTransformer2DModel
 from PIL import Image
 from torch import nn
-
-import blockskip_utils as blockskip
 
 PATCH_RESOLUTION = 512  # pixels: the smallest crop, and the side of every network input
 NEGATIVE_PROMPT = ""  # what guidance moves away from at inference, by the pipeline's default

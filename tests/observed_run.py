@@ -48,8 +48,9 @@ def observed_loss(run, trainer, batch, prompts):
         return loss_of(run, trainer, batch, prompts)
     noise = [hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in batch.noise]
     synchronises = getattr(trainer.model, "require_backward_grad_sync", None)  # DDP's own switch, off under no_sync()
-    sigmas = batch.sigmas.tolist()
-    note(event="batch", prompts=batch.prompts, sigmas=sigmas, noise=noise, synchronises=synchronises)
+    seen = {"prompts": batch.prompts, "sigmas": batch.sigmas.tolist(), "noise": noise}
+    seen["latents"] = batch.latents.mean(dim=(2, 3)).tolist()
+    note(event="batch", **seen, synchronises=synchronises)
     return loss_of(run, trainer, batch, prompts)
 
 

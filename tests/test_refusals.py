@@ -100,8 +100,9 @@ MISTAKES = {
     "--adam_beta1 1.5": ["--adam_beta1"],
     "--train_batch_size 0": ["--train_batch_size", "at least 1"],
     "--report_to nowhere": ["--report_to nowhere"],
+    "--report_to 0.5": ["--report_to 0.5"],
     "--resume_from_checkpoint checkpoint-7": ["--resume_from_checkpoint checkpoint-7", "none"],
-    "--skip 3": ["--skip 3"],
+    "--skip 3": ["unrecognized arguments: --skip"],
     "--mixed_precision fp16": ["fp16"],
     "--patch_schedule random --patch_resolution 64": ["--patch_schedule random", "--resolution"],
     "--revision main": ["--revision"],
@@ -109,6 +110,17 @@ MISTAKES = {
     "--push_to_hub --hub_token secret --report_to all": ["--hub_token", "all"],
     "--logging_dir elsewhere": ["--logging_dir", "--report_to"],
     "--variant fp8": ["--variant fp8"],
+    "--allow_tf32": ["--allow_tf32", "NVIDIA"],
+    "--upcast_before_saving": ["--upcast_before_saving", "fp32"],
+    "--rank 9223372036854775807": ["--rank", "at most"],
+    "--rank 4096": ["--rank 4096", "widest"],
+    "--num_train_epochs 1" + 400 * "0": ["--num_train_epochs", "at most"],
+    "--timestep_shift 1e308": ["--timestep_shift"],
+    "--timestep_shift 1e-308": ["--timestep_shift"],
+    "--weighting_scheme mode --mode_scale 1e308": ["--mode_scale"],
+    "--instance_prompt \udcff": ["--instance_prompt", "UTF-8"],
+    "--pretrained_model_name_or_path ./no/such/folder": ["--pretrained_model_name_or_path ./no/such/folder", "folder"],
+    "--pretrained_model_name_or_path some/model": ["--pretrained_model_name_or_path some/model", "folder"],
     "--prior_generation_precision fp16 --with_prior_preservation --class_data_dir c --class_prompt c": [
         "--prior_generation_precision"
     ],
@@ -166,13 +178,33 @@ def test_a_missing_package_is_named_with_the_flag(flux, tmp_path, monkeypatch, c
     assert f"pip install {packages[0]}" in message and " ".join(flag) in message
 
 
-def test_a_package_that_is_too_old_is_named(flux, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("package", blockskip.MINIMUM_VERSIONS)
+@pytest.mark.parametrize("installed", ["0.1", None], ids=["old", "missing"])
+def test_a_package_that_is_too_old_or_missing_is_named_before_any_is_imported(case, tmp_path, package, installed):
+    """The interpreter is told another version, and has none of the packages to import."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.metadata, sys\n"
+        f"version, installed = importlib.metadata.version, {installed!r}\n"
+        "def fake(name):\n"
+        f"    if name == {package!r} and installed is None:\n"
+        "        raise importlib.metadata.PackageNotFoundError(name)\n"
+        f"    return installed if name == {package!r} else version(name)\n"
+        "importlib.metadata.version = fake\n"
+        f"sys.modules.update(dict.fromkeys({list(blockskip.MINIMUM_VERSIONS)!r}))\n"
+    )
+    done = launch(case.file, ["--help"], PYTHONPATH=str(tmp_path))
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and line.startswith(f"error: {package} ")
+    assert f">={blockskip.MINIMUM_VERSIONS[package]}'" in line and (installed or "not installed") in line
+
+
+def test_datasets_that_would_run_code_are_refused(flux, colours, tmp_path, monkeypatch, capsys):
     version = blockskip.importlib.metadata.version
     monkeypatch.setattr(
-        blockskip.importlib.metadata, "version", lambda name: "0.34.0" if name == "diffusers" else version(name)
+        blockskip.importlib.metadata, "version", lambda name: "3.6.0" if name == "datasets" else version(name)
     )
-    message = refusal(flux.command(CATS, tmp_path / "out"), monkeypatch, capsys)
-    assert "diffusers 0.34.0" in message and "0.35.0" in message
+    arguments = flux.command("", tmp_path / "out", "--dataset_name", colours)
+    assert "datasets 3.6.0" in refusal(arguments, monkeypatch, capsys)
 
 
 def photo_folder(tmp_path, files):
@@ -203,6 +235,16 @@ def test_photos_that_cannot_be_used(flux, tmp_path, monkeypatch, capsys, files, 
     folder = photo_folder(tmp_path, files)
     message = refusal(flux.command(folder, tmp_path / "out"), monkeypatch, capsys)
     assert all(part in message for part in parts) and str(folder) in message
+
+
+@pytest.mark.parametrize("flag", [f"--{name}" for name in blockskip._PATHS])
+def test_a_name_that_no_file_can_have_is_refused(flux, tmp_path, monkeypatch, capsys, flag):
+    more = ("--dry_run",) if flag == "--dry_run_json" else ("--skip_ratio", 0.5) if flag == "--block_curves" else ()
+    more += ("--report_to", "tensorboard") if flag == "--logging_dir" else ()
+    if flag == "--class_data_dir":
+        more += ("--with_prior_preservation", "--class_prompt", "c")
+    arguments = flux.command(CATS, tmp_path / "out", *more, flag, f"{tmp_path}/{256 * 'x'}")
+    assert f"{flag} " in refusal(arguments, monkeypatch, capsys)
 
 
 def test_folders_that_are_not_there(flux, tmp_path, monkeypatch, capsys):
@@ -252,6 +294,11 @@ def test_a_caption_that_is_no_text_is_named_with_its_photo(flux, colours, tmp_pa
         ('{"text": "x"}', "line 6"),
         ('{"file_name": "red.png"}', "'text'"),
         ('{"file_name": "gone.png", "text": "x"}', "gone.png"),
+        ('{"file_name": "../colours/red.png", "text": "x"}', "../colours/red.png"),
+        ('{"file_name": ["red.png"], "text": "x"}', "line 6"),
+        ('{"file_name": 5, "text": "x"}', "line 6"),
+        ('{"file_name": "red.png", "text": "other"}', "line 6 names red.png again"),
+        ("[" * 100000, "line 6"),
     ],
 )
 def test_metadata_that_does_not_fit_is_named(flux, colours, tmp_path, monkeypatch, capsys, line, part):
@@ -382,6 +429,64 @@ def test_a_pipeline_with_a_part_missing_is_refused(flux, tmp_path, monkeypatch, 
     (tmp_path / "model" / part).unlink()
     arguments = flux.command(CATS, tmp_path / "out", "--pretrained_model_name_or_path", tmp_path / "model")
     assert part in refusal(arguments, monkeypatch, capsys)
+
+
+CONFIGS = ["model_index.json", "transformer/config.json", "vae/config.json", "scheduler/scheduler_config.json"]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "[" * 100000, "\xff"], ids=["empty", "cut", "list", "deep", "bytes"]
+)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_damaged_configuration_is_refused(case, tmp_path, monkeypatch, capsys, name, content):
+    shutil.copytree(case.pipeline, tmp_path / "model")
+    (tmp_path / "model" / name).write_text(content, encoding="latin-1")
+    arguments = case.command(CATS, tmp_path / "out", "--pretrained_model_name_or_path", tmp_path / "model")
+    message = refusal(arguments, monkeypatch, capsys, case.script)
+    assert "--pretrained_model_name_or_path" in message and name.rpartition("/")[2] in message
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 23802932552\n"
+
+
+@pytest.mark.parametrize(
+    "change", [lambda b: POINTER, lambda b: b"", lambda b: b[:5], lambda b: b[:-9], lambda b: b + b"x"]
+)
+@pytest.mark.parametrize("component", ["transformer", "vae", "text_encoder"])
+def test_weights_that_were_not_wholly_downloaded_are_named(case, tmp_path, monkeypatch, capsys, component, change):
+    shutil.copytree(case.pipeline, tmp_path / "model")
+    (path,) = (tmp_path / "model" / component).glob("*.safetensors")
+    path.write_bytes(change(path.read_bytes()))
+    arguments = case.command(CATS, tmp_path / "out", "--pretrained_model_name_or_path", tmp_path / "model")
+    message = refusal(arguments, monkeypatch, capsys, case.script)
+    assert f"{component}/{path.name}" in message and "download it again" in message
+    assert ("Git LFS" in message) == (path.read_bytes() == POINTER)
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(flux, tmp_path):
+    """Nothing listens at that port; the hub's own library would try six times, for half a minute."""
+    arguments = flux.command(CATS, tmp_path / "out", "--pretrained_model_name_or_path", "some/model")
+    done = launch(flux.file, arguments, HF_HUB_OFFLINE="0", HF_ENDPOINT="http://127.0.0.1:9")
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 1 and len(errors) == 1 and "some/model" in errors[0] and "hub" in errors[0]
+    assert "Retrying" not in done.stderr and "Traceback" not in done.stderr
+
+
+def test_guidance_that_a_model_does_not_take_is_refused(flux, tmp_path, monkeypatch, capsys):
+    shutil.copytree(flux.pipeline, tmp_path / "model")
+    path = tmp_path / "model" / "transformer" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "guidance_embeds": False}))
+    model = ("--pretrained_model_name_or_path", tmp_path / "model")
+    arguments = flux.command(CATS, tmp_path / "out", *model, "--guidance_scale", 1)
+    assert "--guidance_scale has no effect" in refusal(arguments, monkeypatch, capsys)
+
+
+def test_a_distilled_sana_is_refused(sana, tmp_path, monkeypatch, capsys):
+    shutil.copytree(sana.pipeline, tmp_path / "model")
+    path = tmp_path / "model" / "transformer" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "guidance_embeds": True}))
+    arguments = sana.command(CATS, tmp_path / "out", "--pretrained_model_name_or_path", tmp_path / "model")
+    assert "distilled" in refusal(arguments, monkeypatch, capsys, sana.script)
 
 
 def test_a_model_for_inpainting_is_refused(flux, tmp_path, monkeypatch, capsys):

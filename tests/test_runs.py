@@ -496,8 +496,9 @@ def test_full_models_loss_on_a_fixed_set_falls(case, tmp_path, method):
     assert losses_of_a_fixed_set(case, tmp_path / "out") < 0.9 * before
 
 
-def test_validation_leaves_training_untouched(case, tmp_path, monkeypatch):
-    flags = (*case.skip, "--lora_dropout", 0.3, "--learning_rate", 0.01)
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_validation_leaves_training_untouched(case, tmp_path, monkeypatch, precision):
+    flags = (*case.skip, "--lora_dropout", 0.3, "--learning_rate", 0.01, "--mixed_precision", precision)
     case.run(case.command(CATS, tmp_path / "without", *flags, steps=11))
     states = []
 
@@ -514,16 +515,24 @@ def test_validation_leaves_training_untouched(case, tmp_path, monkeypatch):
         states.append(before[:2] == after[:2] and torch.equal(before[2], after[2]))
 
     monkeypatch.setattr(blockskip, "validate_in_training", compare)
+    skipped = []
+
+    def count_skipped(run, transformer, *rest):
+        skipped.append(sum(isinstance(block, blockskip._SkippedBlock) for block in transformer.modules()))
+
+    spy_on(monkeypatch, "draw_images", before=count_skipped)
     validation = ("--validation_prompt", "sks", "--validation_epochs", 1, "--num_validation_images", 2)
     case.run(case.command(CATS, tmp_path / "with", *flags, *validation, steps=11))
     assert states == [True, True]  # after steps 5 and 10
+    assert skipped == [0, 0, 0]  # images are those of the full model
     assert_same_lora(tmp_path / "without", tmp_path / "with")
     images = sorted(path.relative_to(tmp_path / "with" / "validation") for path in (tmp_path / "with").rglob("*.png"))
     assert [str(path) for path in images] == [
         f"{folder}/image_{number}.png" for folder in ("final", "step-000005", "step-000010") for number in (0, 1)
     ]
-    image = Image.open(tmp_path / "with" / "validation" / "final" / "image_0.png")
-    assert image.size == (case.resolution, case.resolution) and len(image.getcolors(1 << 16)) > 100
+    for path in images:
+        image = Image.open(tmp_path / "with" / "validation" / path)
+        assert image.size == (case.resolution, case.resolution) and len(image.getcolors(1 << 16)) > 100
 
 
 def test_without_a_validation_prompt_no_pipeline_is_built_after_training(case, tmp_path, monkeypatch):

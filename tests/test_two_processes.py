@@ -21,12 +21,16 @@ import json
 import pathlib
 
 import pytest
+import torch
+from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
-from test_runs import assert_same_lora
+from test_faults import colour_latents
+from test_runs import assert_same_lora, lora_of
 
 from conftest import CATS, launch
 
 OBSERVED = pathlib.Path(__file__).with_name("observed_run.py")
+COLOURS = ("red", "lime", "blue", "white", "black")
 FLAGS = (
     *("--skip_first", 2, "--skip_last", 3, "--learning_rate", 0.01, "--lora_dropout", 0.3, "--checkpointing_steps", 2),
     *("--gradient_accumulation_steps", 2, "--residual_refresh_steps", 3, "--keep_residuals"),
@@ -87,6 +91,8 @@ def test_checkpoint_holds_the_state_of_every_process_and_messages_come_once(stra
     folder, _, done = straight
     names = {path.name for path in (folder / "out" / "checkpoint-4").iterdir()}
     assert {"random_states_0.pkl", "random_states_1.pkl", "pytorch_lora_weights.safetensors", "optimizer.bin"} <= names
+    for lora in (folder / "out", folder / "out" / "checkpoint-4"):
+        assert not any("module." in name for name in lora_of(lora))
     assert done.stderr.count("skips the first 2") == 1 and done.stdout.count("LoRA: ") == 1
 
 
@@ -108,6 +114,8 @@ def test_killed_and_resumed_run_ends_like_the_straight_one(flux, straight, tmp_p
 def test_schedule_captions_and_class_images_with_two_processes(case, colours, tmp_path):
     prior = ("--with_prior_preservation", "--class_data_dir", tmp_path / "class", "--class_prompt", "c")
     flags = ("--num_class_images", 3, "--num_train_epochs", 2, "--lr_scheduler", "linear", "--lr_warmup_steps", 0)
+    flags += ("--validation_prompt", "x", "--num_validation_images", 3, "--validation_epochs", 1)
+    flags += ("--dataloader_num_workers", 1)
     data = ("--instance_data_dir", "", "--dataset_name", colours, "--caption_column", "text", "--cache_dir", tmp_path)
     arguments = case.command(colours, tmp_path / "out", *prior, *flags, *data, prompt=None, steps=None)
     done, ranks = observe(case, tmp_path / "seen", arguments)
@@ -120,6 +128,32 @@ def test_schedule_captions_and_class_images_with_two_processes(case, colours, tm
         batch["prompts"][0] for pair in zip(*(events(rank, "batch") for rank in ranks), strict=True) for batch in pair
     ]
     assert len(set(prompts[:5])) == len(set(prompts[5:10])) == 5  # each epoch sees every photo, over both processes
+    images = sorted(path.parent.name for path in (tmp_path / "out" / "validation").rglob("*.png"))
+    assert images == ["final"] * 3 + ["step-000003"] * 3
+    assert "WARNING" not in done.stderr.replace("WARNING:torch", "")
+    vae = DiffusionPipeline.from_pretrained(case.pipeline).vae
+    wanted = {f"a photo of {name}": colour_latents(case, vae, name) for name in COLOURS}
+    rows = [
+        row for rank in ranks for b in events(rank, "batch") for row in zip(b["prompts"], b["latents"], strict=True)
+    ]
+    for prompt, mean in rows:
+        if prompt != "c":
+            assert min(wanted, key=lambda name: (wanted[name] - torch.tensor(mean)).norm()) == prompt
+
+
+def test_draws_that_the_processes_cannot_share_evenly_are_all_used(flux, tmp_path):
+    flags = (*flux.skip, "--num_draws", 3, "--keep_residuals", "--learning_rate", 0.01)
+    flags += ("--lr_scheduler", "linear", "--lr_warmup_steps", 4)
+    done, ranks = observe(flux, tmp_path / "seen", flux.command(CATS, tmp_path / "out", *flags, steps=4))
+    assert done.returncode == 0, done.stderr
+    names = sorted(path.name for path in (tmp_path / "out" / "residuals").glob("rank*"))
+    assert names == [f"rank{name}-instance.safetensors" for name in ("0-000000", "0-000001", "1-000000")]
+    noise = [[batch["noise"][0] for batch in events(rank, "batch")] for rank in ranks]
+    assert len(set(noise[0][:2])) == len(set(noise[0][2:])) == len(set(noise[0])) == 2 and len(set(noise[1])) == 1
+    assert not set(noise[0]) & set(noise[1])
+    weights = [[step["weights"] for step in events(rank, "step")] for rank in ranks]
+    assert weights[0] == weights[1] and len(set(weights[0])) == 4
+    assert done.stderr.count("3 draws leave photos out") == done.stderr.count("never reaches its peak") == 1
 
 
 def test_a_mistake_is_said_once(flux, tmp_path):
