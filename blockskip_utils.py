@@ -1907,6 +1907,7 @@ def check(args: argparse.Namespace, family: ModelFamily, accelerator: Accelerato
     if args.patch_resolution is None:
         args.patch_resolution = min(family.patch_resolution, args.resolution)
     transformer = transformer_structure(args, family)
+    check_guidance(args, transformer.config)
     check_folders(args)
     # a dataset's cache is made by one process: made by several at once, it fails in some
     with accelerator.main_process_first() if args.dataset_name else contextlib.nullcontext():
@@ -1952,6 +1953,16 @@ def check(args: argparse.Namespace, family: ModelFamily, accelerator: Accelerato
     return run
 
 
+def check_guidance(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
+    """Refuse a model that wants a guidance scale where the script has none, and a scale for one that takes none."""
+    where = f"--pretrained_model_name_or_path {args.pretrained_model_name_or_path}"
+    guidance_scale = getattr(args, "guidance_scale", None)
+    if guidance_scale is None and config.get("guidance_embeds"):
+        refuse(f"{where} takes guidance as an input, as distilled models do, which this script does not train")
+    if guidance_scale not in (None, 3.5) and not config.get("guidance_embeds"):
+        refuse(f"--guidance_scale has no effect here: {where} takes no guidance, so leave it out")
+
+
 def transformer_structure(args: argparse.Namespace, family: ModelFamily) -> nn.Module:
     """The transformer on the meta device, from its config.json alone: structure without weights."""
     where = f"--pretrained_model_name_or_path {args.pretrained_model_name_or_path}"
@@ -1968,11 +1979,6 @@ def transformer_structure(args: argparse.Namespace, family: ModelFamily) -> nn.M
         refuse(f"{where} has no transformer/config.json that can be read: {str(problem).splitlines()[0]}")
     if kind != family.transformer_class.__name__:
         refuse(f"{where} holds a {kind}; this script trains a {family.transformer_class.__name__}")
-    guidance_scale = getattr(args, "guidance_scale", None)
-    if guidance_scale is None and config.get("guidance_embeds"):
-        refuse(f"{where} takes guidance as an input, as distilled models do, which this script does not train")
-    if guidance_scale not in (None, 3.5) and not config.get("guidance_embeds"):
-        refuse(f"--guidance_scale has no effect here: {where} takes no guidance, so leave it out")
     try:
         with torch.device("meta"):
             return family.transformer_class.from_config(config)
