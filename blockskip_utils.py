@@ -524,9 +524,14 @@ _CONDITIONAL_FLAGS: list[tuple[tuple[str, ...], Callable[[argparse.Namespace], b
 ]
 
 
+def default_arguments(family: "ModelFamily") -> argparse.Namespace:
+    """What a script's arguments are unless the user says otherwise."""
+    return family.parse_args(["--pretrained_model_name_or_path", ""])
+
+
 def flag_problems(args: argparse.Namespace, family: "ModelFamily") -> Iterator[str]:
     """Yield one plain sentence for every contradiction among the flags that shows without looking at any file."""
-    defaults = family.parse_args(["--pretrained_model_name_or_path", ""])
+    defaults = default_arguments(family)
     for flags, is_read, remedy in _CONDITIONAL_FLAGS:
         for flag in flags:
             if getattr(args, flag) != getattr(defaults, flag) and not is_read(args):
@@ -1907,7 +1912,7 @@ def check(args: argparse.Namespace, family: ModelFamily, accelerator: Accelerato
     if args.patch_resolution is None:
         args.patch_resolution = min(family.patch_resolution, args.resolution)
     transformer = transformer_structure(args, family)
-    check_guidance(args, transformer.config)
+    check_guidance(args, family, transformer.config)
     check_folders(args)
     # a dataset's cache is made by one process: made by several at once, it fails in some
     with accelerator.main_process_first() if args.dataset_name else contextlib.nullcontext():
@@ -1953,13 +1958,13 @@ def check(args: argparse.Namespace, family: ModelFamily, accelerator: Accelerato
     return run
 
 
-def check_guidance(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
+def check_guidance(args: argparse.Namespace, family: ModelFamily, config: Mapping[str, Any]) -> None:
     """Refuse a model that wants a guidance scale where the script has none, and a scale for one that takes none."""
     where = f"--pretrained_model_name_or_path {args.pretrained_model_name_or_path}"
-    guidance_scale = getattr(args, "guidance_scale", None)
-    if guidance_scale is None and config.get("guidance_embeds"):
+    has_flag, takes_guidance = hasattr(args, "guidance_scale"), config.get("guidance_embeds")
+    if takes_guidance and not has_flag:
         refuse(f"{where} takes guidance as an input, as distilled models do, which this script does not train")
-    if guidance_scale not in (None, 3.5) and not config.get("guidance_embeds"):
+    if has_flag and not takes_guidance and args.guidance_scale != default_arguments(family).guidance_scale:
         refuse(f"--guidance_scale has no effect here: {where} takes no guidance, so leave it out")
 
 

@@ -60,6 +60,7 @@ import blockskip_utils as blockskip
 import pretrain
 import scenes
 import train_dreambooth_blockskip_flux as flux_script
+from generate import load_lora
 
 PROMPT = "a photo of a sks thing"
 WEIGHTS = FOLDER / "mini_flux" / "mini_flux.safetensors"
@@ -88,8 +89,7 @@ def train_lisa(run: blockskip.Run, prompts: dict, options: argparse.Namespace) -
     """LISA (arXiv 2403.17919): the weights themselves are trained, of two random blocks at a time and of both ends."""
     transformer = blockskip.load_transformer(run, torch.float32)
     handle, vae = blockskip.skip_blocks(transformer, 0, 0), blockskip.load_vae(run)
-    trainer = blockskip.Trainer(transformer, handle, vae, None, None, step=0)
-    trainer.model = transformer
+    trainer = blockskip.Trainer(transformer, handle, vae, None, None, step=0, model=transformer)
     (period,) = run.plan.periods()
     blockskip.precompute(run, trainer, period, blockskip.make_draws(run, period), prompts)
     rng, blocks = random.Random(run.plan.seed), list(blockskip.named_blocks(transformer))
@@ -128,8 +128,9 @@ class Way:
 FULL = f"--patch_schedule none --patch_resolution {scenes.RESOLUTION} "
 NO_PATCHES = "--patch_schedule none "
 HALF = "--skip_ratio 0.5 "
+BASE = "base model"  # which is drawn with as it is
 WAYS = {
-    "base model": Way(group="references"),
+    BASE: Way(group="references"),
     "LoRA": Way(FULL, group="references"),
     "30 %": Way("--skip_ratio 0.3"),
     "40 %": Way("--skip_ratio 0.4"),
@@ -175,15 +176,8 @@ def flags_of(way: Way, subject: str, seed: int, options: argparse.Namespace, out
     words += ["--instance_prompt", PROMPT, "--output_dir", output, "--seed", seed, "--report_to", "none"]
     words += ["--resolution", scenes.RESOLUTION, "--max_sequence_length", pretrain.TEXT_TOKENS]
     words += ["--rank", options.rank, "--lora_alpha", options.rank, "--learning_rate", options.learning_rate]
-    words += [
-        "--train_batch_size",
-        options.batch_size,
-        "--max_train_steps",
-        options.steps,
-        "--precompute_batch_size",
-        8,
-    ]
-    words += ["--checkpointing_steps", options.steps + 1, "--mixed_precision", "no"]
+    words += ["--train_batch_size", options.batch_size, "--precompute_batch_size", 8, "--mixed_precision", "no"]
+    words += ["--max_train_steps", options.steps, "--checkpointing_steps", options.steps + 1]
     words += way.flags.split()
     if "--patch_resolution" not in words:
         words += ["--patch_resolution", scenes.RESOLUTION // 2]
@@ -252,9 +246,7 @@ def train(way: Way, subject: str, seed: int, options: argparse.Namespace, output
 
 
 def costs(way: Way, options: argparse.Namespace) -> dict[str, float]:
-    """What a training step takes, by `--dry_run`: {"bytes": device peak, "flops": ...}; {} where that cannot tell."""
-    if way.train is not None or (way.group == "references" and not way.flags):
-        return {}
+    """What a training step of the script takes, by `--dry_run`: {"bytes": device peak, "flops": ...}."""
     with contextlib.redirect_stdout(io.StringIO()):
         file = options.work / "dry_run.json"
         words = flags_of(way, options.subjects[0], 0, options, options.work / "dry_run")
@@ -273,17 +265,12 @@ def costs(way: Way, options: argparse.Namespace) -> dict[str, float]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def contexts() -> list[tuple[str, str]]:
-    """Backgrounds and places of the pictures that text fidelity is read off: each word once, in pairs."""
-    return list(zip(scenes.BACKGROUNDS, scenes.PLACES, strict=True))
-
-
 def prompts_to_draw(options: argparse.Namespace) -> list[tuple[str, str]]:
-    """File names and prompts: the subject alone, and in contexts, each as often as `--images` says."""
+    """File names and prompts: the subject alone, and on each background, each as often as `--images` says."""
     alone = [(f"alone-{number}", PROMPT) for number in range(options.images)]
     placed = [
         (f"{background}-{place}-{number}", f"a sks thing on {background} at the {place}")
-        for background, place in contexts()
+        for background, place in zip(scenes.BACKGROUNDS, scenes.PLACES, strict=True)
         for number in range(options.images)
     ]
     return alone + placed
@@ -293,14 +280,13 @@ def prompts_to_draw(options: argparse.Namespace) -> list[tuple[str, str]]:
 def held_out_loss(pipeline: FluxPipeline, subject: str) -> float:
     """Flow-matching loss of the full model on five pictures that training never saw, each at eight noise levels."""
     pictures = scenes.subject_pictures(subject, 5, seed=1)
-    latents = pipeline.vae.encode(pretrain.to_tensor(pictures)).latent_dist.mean
-    latents = (latents - pipeline.vae.config.shift_factor) * pipeline.vae.config.scaling_factor
+    latents = pretrain.encode_pictures(pipeline.vae, pictures)
+    ids = pretrain.tokenize(pipeline, [PROMPT] * len(pictures))
     models = {name: getattr(pipeline, name) for name in pretrain.TRAINED}
     generator, losses = torch.Generator().manual_seed(0), []
     for level in range(8):
         noise = torch.randn(latents.shape, generator=generator)
         sigmas = torch.full((len(pictures),), (level + 0.5) / 8)
-        ids = pretrain.tokenize(pipeline, [PROMPT] * len(pictures))
         losses.append(pretrain.flow_matching_loss(models, latents, noise, sigmas, ids).item())
     return statistics.mean(losses)
 
@@ -315,12 +301,12 @@ def measure_cell(name: str, subject: str, seed: int, options: argparse.Namespace
         pipeline = FluxPipeline.from_pretrained(options.work / "model")
         pipeline.set_progress_bar_config(disable=True)
         result = {"way": name, "subject": subject, "seed": seed}
-        if name != "base model":
+        if name != BASE:
             trained = train(way, subject, seed, options, folder / "lora")
             if (transformer := trained.pop("transformer", None)) is not None:
                 pipeline.transformer = transformer
             else:
-                pipeline.load_lora_weights(folder / "lora")
+                load_lora(pipeline, str(folder / "lora"), "subject")
             result |= trained
         result["loss"] = held_out_loss(pipeline, subject)
         names, prompts = zip(*prompts_to_draw(options), strict=True)
@@ -337,18 +323,13 @@ def run(options: argparse.Namespace) -> None:
     """Measure everything that WORK does not hold yet."""
     torch.set_num_threads(options.threads)
     be_quiet()
-    settings = {
-        name: str(value) if isinstance(value, pathlib.Path) else value
-        for name, value in sorted(vars(options).items())
-        if name in SETTINGS
-    }
-    check_settings(options.work, settings)
+    check_settings(options.work, {name: getattr(options, name) for name in SETTINGS})
     prepare(options)
     for seed, subject, name in itertools.product(options.seeds, options.subjects, options.ways):
         measure_cell(name, subject, seed, options)
     for name in options.ways:
         file = options.work / "cells" / slug(name) / "costs.json"
-        if not file.exists():
+        if not (file.exists() or name == BASE or WAYS[name].train):
             file.write_text(json.dumps(costs(WAYS[name], options)))
 
 
@@ -395,12 +376,13 @@ MEASURES = {  # of a cell's pictures, and what the report calls them
 }
 
 
-def measures(folder: pathlib.Path, subject: str, embed: Callable[[Image.Image], torch.Tensor]) -> dict[str, float]:
-    """What the pictures of a cell show."""
+def measures(
+    folder: pathlib.Path, subject: str, embed: Callable[[Image.Image], torch.Tensor], photos: torch.Tensor
+) -> dict[str, float]:
+    """What the pictures of a cell show; `photos` are the vectors (photos, width) of the subject's."""
     figure = scenes.SUBJECTS[subject]
     pictures = {file.stem: Image.open(file) for file in sorted(folder.glob("*.png"))}
     cuts = [scenes.figure_cut(picture) for picture in pictures.values()]
-    photos = torch.cat([embed(photo) for photo in scenes.subject_pictures(subject)])
     drawn = torch.cat([embed(picture) for picture in pictures.values()])
     cosines = nn.functional.cosine_similarity(drawn[:, None], photos[None], dim=-1)
     return {
@@ -461,11 +443,18 @@ class Row:
 def collect(options: argparse.Namespace) -> list[Row]:
     """All that WORK holds, in the order of `WAYS`."""
     embed = make_embedder(options)
+
+    @functools.cache
+    def photos(subject: str) -> torch.Tensor:
+        return torch.cat([embed(photo) for photo in scenes.subject_pictures(subject)])
+
     results = {}
     for name in WAYS:
         for file in sorted((options.work / "cells" / slug(name)).glob("*/result.json")):
             result = json.loads(file.read_text())
-            results[name, result["subject"], result["seed"]] = result | measures(file.parent, result["subject"], embed)
+            subject = result["subject"]
+            seen = measures(file.parent, subject, embed, photos(subject))
+            results[name, subject, result["seed"]] = result | seen
     steps = json.loads((options.work / "settings.json").read_text())["steps"]
     return [make_row(name, results, steps, options) for name in WAYS if any(key[0] == name for key in results)]
 
@@ -477,7 +466,7 @@ def make_row(name: str, results: dict[tuple[str, str, int], dict], steps: int, o
     values["kept"] = [
         (base["loss"] - result["loss"]) / (base["loss"] - lora["loss"])
         for key, result in own.items()
-        if (base := results.get(("base model", *key))) and (lora := results.get(("LoRA", *key)))
+        if (base := results.get((BASE, *key))) and (lora := results.get(("LoRA", *key)))
     ]
     file = options.work / "cells" / slug(name) / "costs.json"
     return Row(
@@ -566,7 +555,7 @@ def draw_grid(options: argparse.Namespace) -> Image.Image:
     """For each subject its photos, and what some ways of training drew, from the same noise, with the first seed."""
     from picture_grid import make_grid
 
-    names = ("base model", "LoRA", "50 %", "50 %, refreshed", "50 %, full size, no residuals")
+    names = (BASE, "LoRA", "50 %", "50 %, refreshed", "50 %, full size, no residuals")
     files = [name for name, _ in prompts_to_draw(options) if name.endswith("-0")]
     rows = []
     for subject in options.subjects:

@@ -63,7 +63,7 @@ from generate import (
     lora_files,
     picture_name,
 )
-from select_blocks import family_of
+from select_blocks import family_of, structure_of
 from subject_folders import Subject, find_subjects, note_passed_over
 
 METRICS = {"dino": "DINO", "clip_i": "CLIP-I", "clip_t": "CLIP-T"}
@@ -207,16 +207,14 @@ def short(digest: str) -> str:
 def check_drawing(args: argparse.Namespace, subjects: list[Subject]) -> dict[str, Path]:
     """The LoRA of each subject; refuses one of another model, and a size that the pipeline would change."""
     name = args.pretrained_model_name_or_path
-    family = family_of(name)
-    multiple = family.layout.pixels_per_token
+    multiple = family_of(name).layout.pixels_per_token
     for side in ("height", "width"):
         if getattr(args, side) < 1 or getattr(args, side) % multiple:
             refuse(f"--{side} {getattr(args, side)} is not a multiple of {multiple} pixels")
     if not args.lora_root.exists():
         refuse(f"--lora_root {args.lora_root} does not exist")
     loras = {subject.name: find_lora(args.lora_root, subject.name, len(subjects) == 1) for subject in subjects}
-    where = argparse.Namespace(pretrained_model_name_or_path=name, revision=None, cache_dir=None)
-    structure = blockskip.transformer_structure(where, family)
+    structure = structure_of(name)
     for lora in loras.values():
         check_lora(lora, structure)
     return loras

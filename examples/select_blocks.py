@@ -175,6 +175,12 @@ def family_of(name: str) -> blockskip.ModelFamily:
     return FAMILIES[kind]
 
 
+def structure_of(name: str) -> nn.Module:
+    """The transformer of a pipeline on the meta device."""
+    where = argparse.Namespace(pretrained_model_name_or_path=name, revision=None, cache_dir=None)
+    return blockskip.transformer_structure(where, family_of(name))
+
+
 def size_problems(training: argparse.Namespace, family: blockskip.ModelFamily) -> Iterator[str]:
     """Yield a sentence if the resolution is none that the model takes."""
     multiple = family.layout.pixels_per_token
@@ -498,11 +504,7 @@ def shade(share: float) -> tuple[int, int, int]:
 
 def choose_pairs(args: argparse.Namespace, curves: blockskip.BlockCurves) -> dict[float, tuple[int, int]]:
     """The pair of skip counts for each of the paper's ratios, as `--skip_ratio` takes it."""
-    run_args = argparse.Namespace(
-        pretrained_model_name_or_path=args.pretrained_model_name_or_path, revision=None, cache_dir=None
-    )
-    kind = DiffusionPipeline.load_config(args.pretrained_model_name_or_path)["_class_name"]
-    parameters = blockskip.block_parameters(blockskip.transformer_structure(run_args, FAMILIES[kind]))
+    parameters = blockskip.block_parameters(structure_of(args.pretrained_model_name_or_path))
     if len(parameters) != curves.depth:
         refuse(f"--curves {args.curves} are of {curves.depth} blocks, and this model has {len(parameters)}")
     counts = {ratio: min(blockskip.skip_count(ratio, curves.depth), curves.depth - 1) for ratio in RATIOS}

@@ -187,6 +187,15 @@ def colours(tmp_path) -> pathlib.Path:
     return folder
 
 
+def parser_refusal(parse_args, words: list[str], capsys) -> str:
+    """The line with which a command line is refused; more than one line fails."""
+    with pytest.raises(SystemExit):
+        parse_args(words)
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    return message
+
+
 @pytest.fixture(scope="session")
 def vision(tmp_path_factory):
     """Tiny vision models with random weights: one with a class token, one that knows text, a convolutional one."""

@@ -311,11 +311,17 @@ def random_crop(picture: Image.Image, rng: random.Random) -> Image.Image:
 
 
 def _encode(vae: AutoencoderKL, makers: list[Callable[[], Image.Image]], batch: int = 32) -> torch.Tensor:
-    config, parts = vae.config, []
-    for start in range(0, len(makers), batch):
-        pixels = to_tensor([make() for make in makers[start : start + batch]])
-        parts.append((vae.encode(pixels).latent_dist.mean - config.shift_factor) * config.scaling_factor)
+    parts = [
+        encode_pictures(vae, [make() for make in makers[start : start + batch]])
+        for start in range(0, len(makers), batch)
+    ]
     return torch.cat(parts).contiguous()  # in one order, for sums depend on it in their last bit
+
+
+@torch.no_grad()
+def encode_pictures(vae: AutoencoderKL, pictures: list[Image.Image]) -> torch.Tensor:
+    """Normalised latents (B, C, H / 8, W / 8) of pictures of one size, without the autoencoder's noise."""
+    return (vae.encode(to_tensor(pictures)).latent_dist.mean - vae.config.shift_factor) * vae.config.scaling_factor
 
 
 # ---------------------------------------------------------------------------------------------------------------------
