@@ -218,7 +218,14 @@ def _autoencoder_picture(rng: random.Random, side: int = 64) -> Image.Image:
 
 
 def train_autoencoder(work: Path, args: argparse.Namespace) -> AutoencoderKL:
-    """Train until `--autoencoder_steps`, or load what has been trained; returns it with its latents' statistics."""
+    """Train until `--autoencoder_steps`, or load what has been trained; returns it with its latents' statistics.
+
+    With `--start` it is the snapshot's, and is trained no further.
+    """
+    if args.start is not None:
+        vae = load_pipeline(args.start).vae
+        save_checkpoint(work / "autoencoder.pt", {"vae": vae}, args.autoencoder_steps)
+        return vae
     vae = make_pipeline(1, 1, args.seed).vae
     optimizers = make_optimizers(vae, lambda name: True)
     state = {"vae": vae, **optimizers}
@@ -340,7 +347,7 @@ def train_transformer(work: Path, pipeline: FluxPipeline, pool: dict[str, Any], 
     for step in counted(start, args.steps, "transformer"):
         kind, batch = make_batch(pipeline, pool, step, args)
         loss = flow_matching_loss(models, *batch)
-        optimize(optimizers, loss, args.lr * min(1, (step + 1) / args.warmup))
+        optimize(optimizers, loss, transformer_rate(step, args))
         update_average(average, models, step)
         losses[kind].append(loss.item())
         if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
@@ -349,6 +356,12 @@ def train_transformer(work: Path, pipeline: FluxPipeline, pool: dict[str, Any], 
             means = {kind: sum(values) / len(values) for kind, values in sorted(losses.items())}
             log(work, phase="transformer", step=step + 1, seconds_per_step=seconds, **means)
             losses, began = collections.defaultdict(list), time.monotonic()
+
+
+def transformer_rate(step: int, args: argparse.Namespace) -> float:
+    """Learning rate: it rises for `--warmup` steps and falls linearly over the last `--cooldown`."""
+    left = (args.steps - step) / args.cooldown if args.cooldown else 1.0
+    return args.lr * min(1, (step + 1) / args.warmup, left)
 
 
 def is_hidden_matrix(name: str) -> bool:
@@ -607,7 +620,10 @@ def run_train(args: argparse.Namespace) -> None:
     if not (args.work / "pool.pt").exists():
         log(args.work, phase="autoencoder", **evaluate_autoencoder(vae, args.autoencoder_tests))
     pool = make_pool(args.work, vae, args)
-    pipeline = make_pipeline(args.num_layers, args.num_single_layers, args.seed)
+    if args.start is None:
+        pipeline = make_pipeline(args.num_layers, args.num_single_layers, args.seed)
+    else:
+        pipeline = load_pipeline(args.start)
     train_transformer(args.work, pipeline, pool, args)
 
 
@@ -672,6 +688,8 @@ def _add_train_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--autoencoder_lr", type=float, default=3e-3)
     command.add_argument("--lr", type=float, default=2e-3)
     command.add_argument("--warmup", type=int, default=100, help="steps in which the learning rate rises")
+    command.add_argument("--cooldown", type=int, default=0, help="last steps, in which the learning rate falls to 0")
+    command.add_argument("--start", type=Path, help="weights of a snapshot to go on from; WORK has its own optimizer")
     command.add_argument("--batch_size", type=int, default=32, help="at full resolution; twice as many at half")
     command.add_argument("--mixture", type=float, nargs=3, default=(0.5, 0.35, 0.15), help="full, half, crops at half")
     command.add_argument("--sigma_shift", type=float, default=0.3, help="mean of the logit of sigma")
