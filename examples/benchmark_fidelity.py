@@ -60,7 +60,7 @@ import blockskip_utils as blockskip
 import pretrain
 import scenes
 import train_dreambooth_blockskip_flux as flux_script
-from generate import load_lora
+from generate import files_digest, load_lora
 
 PROMPT = "a photo of a sks thing"
 WEIGHTS = FOLDER / "mini_flux" / "mini_flux.safetensors"
@@ -100,7 +100,9 @@ def train_lisa(run: blockskip.Run, prompts: dict, options: argparse.Namespace) -
             transformer.requires_grad_(False)
             for parameter in trained:
                 parameter.requires_grad_(True)
-            optimizer = torch.optim.AdamW(trained, lr=options.lisa_learning_rate, weight_decay=1e-4)
+            optimizer = torch.optim.AdamW(trained, weight_decay=1e-4)
+        for group in optimizer.param_groups:
+            group["lr"] = options.lisa_learning_rate * (1 + math.cos(math.pi * step / options.steps)) / 2
         blockskip.flow_matching_loss(run, trainer, batch, prompts).backward()
         nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
@@ -178,6 +180,12 @@ def flags_of(way: Way, subject: str, seed: int, options: argparse.Namespace, out
     words += ["--rank", options.rank, "--lora_alpha", options.rank, "--learning_rate", options.learning_rate]
     words += ["--train_batch_size", options.batch_size, "--precompute_batch_size", 8, "--mixed_precision", "no"]
     words += ["--max_train_steps", options.steps, "--checkpointing_steps", options.steps + 1]
+    words += [
+        "--lr_scheduler",
+        "cosine",
+        "--lr_warmup_steps",
+        0,
+    ]  # at a constant rate the noise of the last steps shows
     words += way.flags.split()
     if "--patch_resolution" not in words:
         words += ["--patch_resolution", scenes.RESOLUTION // 2]
@@ -193,7 +201,7 @@ def prepare(options: argparse.Namespace) -> None:
     with announced(work / "model") as folder:
         if folder:
             pretrain.load_pipeline(options.weights).save_pretrained(folder)
-    for subject in options.subjects:
+    for subject in {*SUBJECTS, *options.subjects}:
         with announced(work / "photos" / subject) as folder:
             if folder:
                 folder.mkdir(parents=True)
@@ -203,7 +211,7 @@ def prepare(options: argparse.Namespace) -> None:
         import select_blocks  # brings both scripts with it
 
         words = ["--pretrained_model_name_or_path", work / "model", "--metric", "prediction", "--device", "cpu"]
-        for subject in options.subjects:
+        for subject in SUBJECTS:  # whichever are trained: all processes that share WORK skip the same blocks
             words += ["--prompt", PROMPT, "--instance_data_dir", work / "photos" / subject]
         words += ["--resolution", scenes.RESOLUTION, "--max_sequence_length", pretrain.TEXT_TOKENS]
         words += ["--output", work / "curves.json"]
@@ -323,7 +331,8 @@ def run(options: argparse.Namespace) -> None:
     """Measure everything that WORK does not hold yet."""
     torch.set_num_threads(options.threads)
     be_quiet()
-    check_settings(options.work, {name: getattr(options, name) for name in SETTINGS})
+    weights = {"weights": files_digest([options.weights])}
+    check_settings(options.work, {name: getattr(options, name) for name in SETTINGS} | weights)
     prepare(options)
     for seed, subject, name in itertools.product(options.seeds, options.subjects, options.ways):
         measure_cell(name, subject, seed, options)

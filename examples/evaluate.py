@@ -258,6 +258,7 @@ def settings_of(args: argparse.Namespace, subject: Subject, model: str | None, l
     if lora is None:
         return scored
     flags = ("lora_scale", "height", "width", "num_inference_steps", "guidance_scale")
+    flags += ("true_cfg_scale", "max_sequence_length")
     return {
         "model": model,
         "LoRA": short(files_digest(lora_files(lora))),

@@ -62,6 +62,10 @@ def add_drawing_arguments(parser: Any) -> list[argparse.Action]:
         parser.add_argument("--num_inference_steps", type=int, help="Default: the pipeline's own."),
         parser.add_argument("--guidance_scale", type=float, help="Default: the pipeline's own."),
         parser.add_argument(
+            "--true_cfg_scale", type=float, help="FLUX: guidance away from the empty prompt, which takes two passes."
+        ),
+        parser.add_argument("--max_sequence_length", type=int, help="Of a prompt. Default: the pipeline's own."),
+        parser.add_argument(
             "--seed", type=int, default=0, help="Of the first picture of a prompt; the next has seed + 1."
         ),
         parser.add_argument("--dtype", choices=DTYPES, help="Default: bf16, and fp32 on a CPU."),
@@ -125,9 +129,14 @@ def draw(
     pipeline: DiffusionPipeline, args: argparse.Namespace, prompts: list[str], seeds: list[int]
 ) -> list[Image.Image]:
     """A picture for each prompt with its seed, together; a seed starts from the same noise on every device."""
-    choices = {"num_inference_steps": args.num_inference_steps, "guidance_scale": args.guidance_scale}
-    choices = {name: value for name, value in choices.items() if value is not None}
-    if "use_resolution_binning" in inspect.signature(pipeline.__call__).parameters:
+    names = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "max_sequence_length")
+    choices: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    known = inspect.signature(pipeline.__call__).parameters
+    if "true_cfg_scale" in choices:
+        if "true_cfg_scale" not in known:
+            sys.exit("error: --true_cfg_scale is for FLUX; this pipeline is guided by --guidance_scale")
+        choices["negative_prompt"] = [""] * len(prompts)
+    if "use_resolution_binning" in known:
         choices["use_resolution_binning"] = False  # SANA would go to the next size of its table
     return pipeline(
         prompt=prompts,

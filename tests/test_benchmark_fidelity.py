@@ -42,8 +42,15 @@ def call(*words):
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory):
+def monkeypatch_module():
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory, monkeypatch_module):
     folder = tmp_path_factory.mktemp("fidelity") / "work"
+    monkeypatch_module.setattr(benchmark_fidelity, "SUBJECTS", ("robot",))  # whose blocks are probed
     call("run", folder, *SHORT, *SETTINGS, "--ways", "base model", *TRAINED)
     return folder
 
@@ -67,6 +74,12 @@ def test_nothing_is_measured_twice(work, monkeypatch):
 def test_other_settings_are_refused(work):
     with pytest.raises(SystemExit, match="other settings"):
         call("run", work, *SHORT, "--steps", "3")
+
+
+def test_other_weights_are_refused(work, tmp_path):
+    (tmp_path / "other.safetensors").write_bytes(b"other")
+    with pytest.raises(SystemExit, match="other settings"):
+        call("run", work, *SHORT, *SETTINGS, "--weights", tmp_path / "other.safetensors")
 
 
 def test_the_shares_are_those_of_the_losses(work, tmp_path, capsys):

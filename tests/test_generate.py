@@ -52,3 +52,23 @@ def test_a_folder_without_a_lora_is_one_plain_line(flux, tmp_path):
     words = ["--pretrained_model_name_or_path", flux.pipeline, "--lora", tmp_path, "--prompt", "x"]
     with pytest.raises(SystemExit, match="error: "):
         generate.main(generate.parse_args([str(word) for word in words]))
+
+
+def test_guidance_and_length_of_the_prompt_reach_the_pipeline(flux):
+    words = ["--pretrained_model_name_or_path", flux.pipeline, "--prompt", "a", "--height", 64, "--width", 64]
+    words += ["--num_inference_steps", 2]
+    pipeline = generate.load_pipeline(generate.parse_args([str(word) for word in words]))
+
+    def drawn(*extra):
+        args = generate.parse_args([str(word) for word in (*words, *extra)])
+        return generate.draw(pipeline, args, ["a photo of sks cat in the deep snow of a winter"], [0])[0]
+
+    plain = drawn()
+    assert generate.difference(plain, drawn("--true_cfg_scale", 4)) > 0.1
+    assert generate.difference(plain, drawn("--max_sequence_length", 4)) > 0.1
+
+
+def test_guidance_of_flux_is_refused_for_sana(sana):
+    words = ["--pretrained_model_name_or_path", sana.pipeline, "--prompt", "a", "--true_cfg_scale", 3]
+    with pytest.raises(SystemExit, match="--true_cfg_scale is for FLUX"):
+        generate.main(generate.parse_args([str(word) for word in words]))

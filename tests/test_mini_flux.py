@@ -25,6 +25,7 @@ import pytest
 import torch
 from diffusers import FluxPipeline
 from PIL import Image, ImageDraw
+from safetensors.torch import load_file
 
 import pretrain
 import scenes
@@ -144,6 +145,24 @@ def test_an_interrupted_autoencoder_resumes_bit_for_bit(tmp_path):
                 states.append(pretrain.train_autoencoder(tmp_path / folder, args).state_dict())
     assert all(torch.equal(states[0][name], states[2][name]) for name in states[0])
     assert not all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_pretraining_goes_on_from_a_snapshot(trained, tmp_path):
+    snapshot = tmp_path / "mini.safetensors"
+    args = pretrain.parse_args(["snapshot", str(trained[0]), str(snapshot)])
+    args.run(args)
+    begun, rate = load_file(snapshot), ["--warmup", "1"]
+    still = pretrained(tmp_path / "still", 1, "--start", str(snapshot), "--lr", "0")
+    assert all(torch.equal(still[name].half(), tensor) for name, tensor in begun.items())
+    moved = pretrained(tmp_path / "moved", 1, "--start", str(snapshot), *rate)
+    changed = {name for name, tensor in begun.items() if not torch.equal(moved[name].half(), tensor)}
+    assert changed and not any(name.startswith("vae.") for name in changed)
+
+
+def test_a_cooldown_ends_the_learning_rate():
+    args = pretrain.parse_args(["train", "x", "--steps", "10", "--cooldown", "4", "--warmup", "2", "--lr", "1"])
+    rates = [pretrain.transformer_rate(step, args) for step in range(10)]
+    assert rates == [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]
 
 
 def test_the_pipeline_draws_the_same_from_training_snapshot_and_folder(trained, tmp_path):
