@@ -80,6 +80,27 @@ def test_pretraining_never_shows_what_is_held_out():
     assert held_out == scenes.HELD_OUT
 
 
+def test_things_are_all_different_and_none_of_them_is_a_subject():
+    rng = random.Random(0)
+    things = [scenes.random_thing(rng) for _ in range(300)]
+    cuts = [scenes.figure_cut(scenes.draw_scene(dataclasses.replace(t, background="snow"))) for t in things]
+    assert len({scenes.draw_scene(thing).tobytes() for thing in things}) == 300
+    for figure in scenes.FIGURES:
+        assert max(scenes.likeness(cut, figure) for cut in cuts) < 0.85
+
+
+def test_a_thing_is_drawn_in_the_colours_of_its_caption():
+    rng = random.Random(1)
+    for thing in (scenes.random_thing(rng) for _ in range(50)):
+        assert scenes.draw_scene(thing) == scenes.draw_scene(thing)
+        words = scenes.caption(thing).split()
+        assert words[2:].index("thing") == 2 * len(thing.colour.split(" and ")) - 1
+        named = {scenes.COLOURS[name] for name in thing.colour.split(" and ")}
+        picture = scenes.draw_scene(dataclasses.replace(thing, x=0.5, y=0.5, side=0.9), 256)
+        drawn = {colour for _, colour in picture.getcolors(256**2)} & {*scenes.COLOURS.values()}
+        assert drawn <= named  # a part may be hidden by others
+
+
 @pytest.mark.parametrize("subject", scenes.SUBJECTS)
 def test_a_subject_has_five_different_pictures_and_others_for_the_test(subject):
     pictures = [picture.tobytes() for seed in (0, 1) for picture in scenes.subject_pictures(subject, seed=seed)]

@@ -51,7 +51,7 @@ import scenes
 
 WIDTH = 128  # of the transformer
 TEXT_WIDTH = 96
-TEXT_TOKENS = 16  # --max_sequence_length of this pipeline: the longest caption has 13
+TEXT_TOKENS = 16  # --max_sequence_length of this pipeline: a caption has at most 13, or 17 where it has three colours
 LATENT_CHANNELS = 8
 GUIDANCE = 3.0  # true_cfg_scale of the pipeline; without guidance a third of the shapes come out wrong
 RESOLUTIONS = (scenes.RESOLUTION, scenes.RESOLUTION // 2)  # pixels: 64 and 16 image tokens
@@ -297,7 +297,9 @@ def make_pool(work: Path, vae: AutoencoderKL, args: argparse.Namespace) -> dict[
     """
     file = work / "pool.pt"
     rng = random.Random(f"{args.seed}/pool")
-    drawn = [scenes.random_scene(rng) for _ in range(args.pool)]
+    drawn = [
+        scenes.random_thing(rng) if rng.random() < args.things else scenes.random_scene(rng) for _ in range(args.pool)
+    ]
     if not file.exists():
         pool = {
             "full": _encode(vae, [lambda s=s: scenes.draw_scene(s) for s in drawn]),
@@ -693,7 +695,8 @@ def _add_train_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--batch_size", type=int, default=32, help="at full resolution; twice as many at half")
     command.add_argument("--mixture", type=float, nargs=3, default=(0.5, 0.35, 0.15), help="full, half, crops at half")
     command.add_argument("--sigma_shift", type=float, default=0.3, help="mean of the logit of sigma")
-    command.add_argument("--pool", type=int, default=6_000, help="scenes that are encoded")
+    command.add_argument("--pool", type=int, default=12_000, help="scenes that are encoded")
+    command.add_argument("--things", type=float, default=0.5, help="share of them that show things, not shapes")
     command.add_argument("--num_layers", type=int, default=4, help="double blocks")
     command.add_argument("--num_single_layers", type=int, default=8, help="single blocks")
     command.add_argument("--save_every", type=int, default=100, help="steps between checkpoints")

@@ -13,8 +13,10 @@
 # limitations under the License.
 """The world of the mini FLUX: drawn scenes with captions, a checker that reads pictures, and subjects never shown.
 
-A scene is one coloured figure on a background. Its caption names what is to be seen, each thing with words of its
-own, so that no word can mean two things: "a large red ball on sand at the left".
+A scene is one figure on a background. Its caption names what is to be seen, each attribute with words of its own, so
+that no word can mean two: "a large red ball on sand at the left". Half of what pretraining sees are such shapes of one
+colour; the other half are things, figures put together at random from parts of several colours, no two alike: "a
+small red and blue thing on snow at the top". From them the model knows how many ways there are for a thing to look.
 
     python examples/mini_flux/scenes.py subjects          # writes subjects/robot/robot_1.png and so on
 
@@ -30,7 +32,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFilter
+from PIL import Image, ImageDraw, ImageFilter, ImageOps
 
 RESOLUTION = 128  # pixels: 64 image tokens of a FLUX transformer; half of it, 16 tokens, is the patch resolution
 _OVERSAMPLING = 4  # figures are drawn so many times larger, and scaled down, for smooth edges
@@ -43,6 +45,7 @@ COLOURS = {
     "purple": (130, 50, 170),
     "pink": (245, 110, 180),
 }
+DARK = (20, 20, 30)  # eyes, say
 BACKGROUNDS = {  # paler or darker than any figure
     "snow": (238, 240, 245),
     "sand": (222, 200, 155),
@@ -67,13 +70,14 @@ class Scene:
     """One figure on a background.
 
     Attributes:
-        shape: A key of `SHAPES` or `FIGURES`.
-        colour: A key of `COLOURS`; a figure of its own kind has colours of its own.
+        shape: A key of `SHAPES` or `FIGURES`, or "thing".
+        colour: A key of `COLOURS`; a figure has colours of its own, and those of a thing are joined by "and".
         background: A key of `BACKGROUNDS`.
         place: The key of `PLACES` near which it stands.
         size: A key of `SIZES`.
         x, y: Its centre, in shares of the picture.
         side: Its side, in shares of the picture.
+        look: The seed from which a thing is put together.
     """
 
     shape: str
@@ -84,6 +88,7 @@ class Scene:
     x: float
     y: float
     side: float
+    look: int = 0
 
 
 def random_scene(rng: random.Random, *, held_out: bool = False) -> Scene:
@@ -96,6 +101,18 @@ def random_scene(rng: random.Random, *, held_out: bool = False) -> Scene:
     place, size = rng.choice(list(PLACES)), rng.choice(list(SIZES))
     x, y = (centre + rng.choice((-1, 0, 1)) / 16 for centre in PLACES[place])
     return Scene(shape, colour, rng.choice(list(BACKGROUNDS)), place, size, x, y, rng.choice(SIZES[size]))
+
+
+def random_thing(rng: random.Random) -> Scene:
+    """A scene of pretraining with a thing that no other scene shows."""
+    look = rng.getrandbits(32)
+    return dataclasses.replace(random_scene(rng), shape="thing", colour=" and ".join(_thing_colours(look)), look=look)
+
+
+def _thing_colours(look: int) -> list[str]:
+    """Two or three colours, the first of which its largest part has."""
+    rng = random.Random(f"{look}/colours")
+    return rng.sample(list(COLOURS), rng.choice((2, 2, 3)))
 
 
 @functools.cache
@@ -112,7 +129,7 @@ def draw_scene(scene: Scene, resolution: int = RESOLUTION) -> Image.Image:
     """Draw a scene as a square picture of so many pixels."""
     picture = _empty(scene.background, resolution)
     side = round(scene.side * resolution)
-    figure = _figure(scene.shape, scene.colour, side)
+    figure = _thing(scene.look, side) if scene.shape == "thing" else _figure(scene.shape, scene.colour, side)
     picture.paste(figure, (round(scene.x * resolution - side / 2), round(scene.y * resolution - side / 2)), figure)
     return picture
 
@@ -139,6 +156,49 @@ def _figure(shape: str, colour: str, side: int) -> Image.Image:
     figure = Image.new("RGBA", (side, side), COLOURS[colour])
     figure.putalpha(mask)
     return figure
+
+
+def _thing(look: int, side: int) -> Image.Image:
+    """A thing alone, RGBA, of so many pixels a side: a large part with smaller ones on and around it."""
+    rng, large = random.Random(look), side * _OVERSAMPLING
+    figure = Image.new("RGBA", (large, large))
+    draw = ImageDraw.Draw(figure)
+    colours = [COLOURS[name] for name in _thing_colours(look)]
+    for number in range(rng.randint(3, 7)):
+        share = rng.uniform(0.5, 0.8) if number == 0 else rng.uniform(0.12, 0.5)
+        near = 0.3 if number == 0 else 0.5
+        width, height = (share * large * rng.uniform(0.5, 1) for _ in range(2))
+        x, y = (large * (0.5 + rng.uniform(-near, near) * (1 - share)) for _ in range(2))
+        colour = colours[number] if number < len(colours) else rng.choice([*colours, DARK])
+        _part(draw, rng, (x - width / 2, y - height / 2, x + width / 2, y + height / 2), colour)
+    if rng.random() < 0.6:
+        figure.paste(ImageOps.mirror(figure.crop((0, 0, large // 2, large))), (large - large // 2, 0))
+    figure = figure.crop(figure.getbbox())
+    scale = side / max(figure.size)
+    figure = figure.resize([max(1, round(length * scale)) for length in figure.size], Image.Resampling.BOX)
+    whole = Image.new("RGBA", (side, side))
+    whole.paste(figure, ((side - figure.width) // 2, (side - figure.height) // 2))
+    return whole
+
+
+def _part(
+    draw: ImageDraw.ImageDraw, rng: random.Random, box: tuple[float, float, float, float], colour: tuple[int, int, int]
+) -> None:
+    """A disc, a bar, a polygon or a few bands that fill a box."""
+    left, top, right, bottom = box
+    kind = rng.choice(("disc", "bar", "polygon", "bands"))
+    if kind == "disc":
+        draw.ellipse(box, fill=colour)
+    elif kind == "bar":
+        draw.rectangle(box, fill=colour)
+    elif kind == "polygon":
+        angles = sorted(rng.uniform(0, 2 * math.pi) for _ in range(rng.randint(3, 6)))
+        corners = [((1 + math.cos(angle)) / 2, (1 + math.sin(angle)) / 2) for angle in angles]  # on a circle
+        draw.polygon([(left + x * (right - left), top + y * (bottom - top)) for x, y in corners], fill=colour)
+    else:
+        height = (bottom - top) / 5
+        for band in (0, 2, 4):
+            draw.rectangle((left, top + band * height, right, top + (band + 1) * height), fill=colour)
 
 
 def silhouette(shape: str, side: int) -> Image.Image:
@@ -406,8 +466,8 @@ def _robot(side: int) -> Image.Image:
     draw = ImageDraw.Draw(figure)
     draw.rectangle((0.46 * side, 0, 0.54 * side, 0.15 * side), fill=COLOURS["red"])
     draw.rectangle((0.2 * side, 0.12 * side, 0.8 * side, 0.5 * side), fill=COLOURS["orange"])
-    draw.ellipse((0.28 * side, 0.2 * side, 0.46 * side, 0.38 * side), fill=(20, 20, 30))
-    draw.ellipse((0.54 * side, 0.2 * side, 0.72 * side, 0.38 * side), fill=(20, 20, 30))
+    draw.ellipse((0.28 * side, 0.2 * side, 0.46 * side, 0.38 * side), fill=DARK)
+    draw.ellipse((0.54 * side, 0.2 * side, 0.72 * side, 0.38 * side), fill=DARK)
     draw.rectangle((0.08 * side, 0.52 * side, 0.92 * side, 0.8 * side), fill=COLOURS["blue"])
     draw.rectangle((0.2 * side, 0.8 * side, 0.4 * side, side), fill=COLOURS["orange"])
     draw.rectangle((0.6 * side, 0.8 * side, 0.8 * side, side), fill=COLOURS["orange"])
@@ -419,7 +479,7 @@ def _fish(side: int) -> Image.Image:
     draw = ImageDraw.Draw(figure)
     draw.polygon([(0.62 * side, 0.5 * side), (side, 0.15 * side), (side, 0.85 * side)], fill=COLOURS["purple"])
     draw.ellipse((0, 0.27 * side, 0.78 * side, 0.73 * side), fill=COLOURS["pink"])
-    draw.ellipse((0.12 * side, 0.36 * side, 0.26 * side, 0.5 * side), fill=(20, 20, 30))
+    draw.ellipse((0.12 * side, 0.36 * side, 0.26 * side, 0.5 * side), fill=DARK)
     draw.rectangle((0.42 * side, 0.28 * side, 0.52 * side, 0.72 * side), fill=COLOURS["purple"])
     return figure
 
