@@ -41,6 +41,7 @@ import argparse
 import codecs
 import contextlib
 import dataclasses
+import errno
 import functools
 import hashlib
 import importlib.metadata
@@ -1555,6 +1556,31 @@ _OWN_FILES = re.compile(r"(rank\d+-\d+-(instance|class)\.safetensors|manifest\.j
 
 class DamagedResidual(Exception):
     """A stored draw that is cut short, altered, or of another draw."""
+
+
+@contextlib.contextmanager
+def _full_disk_refused(phase: str) -> Iterator[None]:
+    """End the run with one line where a write fails for want of space, whichever library was writing."""
+    try:
+        yield
+    except Exception as problem:
+        if not _is_full_disk(problem):
+            raise
+        refuse(
+            f"the disk is full in the phase {phase} ({problem}): free the disk and run the same command with"
+            " --resume_from_checkpoint latest; what was stored whole is kept",
+            every_process=True,
+        )
+
+
+def _is_full_disk(problem: BaseException | None) -> bool:
+    """Whether an error, or the one that it followed from, says so: safetensors and torch.save have their own types."""
+    if problem is None:
+        return False
+    if isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    told = any(words in str(problem) for words in ("No space left", "Disk quota", "PytorchStreamWriter failed"))
+    return told or _is_full_disk(problem.__cause__ or problem.__context__)
 
 
 def write_atomically(path: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
@@ -3456,9 +3482,6 @@ def _precompute_group(
             store.write(draw, latents[row], {key: residual[row] for key, residual in residuals.items()})
         except ResidualOverflow as problem:
             refuse(str(problem), every_process=True)
-        except (OSError, safetensors.SafetensorError) as problem:
-            message = f"{store.folder} cannot be written ({problem}): free the disk and run again; nothing is lost"
-            refuse(message, every_process=True)
 
 
 def latents_and_residuals(
@@ -4090,7 +4113,8 @@ class RunReport:
         self._within.append(name)
         self.phases.setdefault(name, PhaseCost())
         try:
-            yield
+            with _full_disk_refused(name):
+                yield
         finally:
             self._book()
             self._within.pop()

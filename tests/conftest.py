@@ -58,6 +58,12 @@ SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 torch.set_num_threads(1)  # tiny models: threads only wait for each other
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--kills", type=int, default=0, help="The long form of test_kill.py: so many kills of each script."
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A script, and the tiny pipeline that it is tried on.

@@ -18,9 +18,11 @@ captions and photos are mixed up, if validation touches training, or if memory t
 """
 
 import collections
+import errno
 import inspect
 import json
 import shutil
+import sys
 import weakref
 
 import pytest
@@ -426,6 +428,34 @@ def test_a_full_disk_in_precompute_ends_the_run_plainly_and_keeps_what_is_stored
             flux.run(flux.command(CATS, tmp_path / "out", *flux.skip, steps=5))
     assert len(list((tmp_path / "out" / "residuals").glob("rank0-*"))) == 2
     flux.run(flux.command(CATS, tmp_path / "out", *flux.skip, steps=5))
+
+
+@pytest.mark.parametrize("writer", ["torch.save", "safetensors.torch.save_file"])
+def test_a_full_disk_at_a_checkpoint_ends_the_run_plainly_and_keeps_the_last_one(flux, writer, tmp_path, monkeypatch):
+    flags = (*flux.skip, "--checkpointing_steps", 1, "--lora_dropout", 0.3)
+    arguments = flux.command(CATS, tmp_path / "out", *flags, "--resume_from_checkpoint", "latest", steps=3)
+    full = {
+        "torch.save": RuntimeError("[enforce fail] . PytorchStreamWriter failed writing file data/1"),
+        "safetensors.torch.save_file": OSError(errno.ENOSPC, "No space left on device"),
+    }[writer]
+
+    def fail_later(*args, **kwargs):
+        if (tmp_path / "out" / "checkpoint-1").exists():
+            raise full
+        return original(*args, **kwargs)
+
+    module, _, name = writer.rpartition(".")
+    original = getattr(sys.modules[module], name)
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, fail_later)
+        with pytest.raises(SystemExit, match=r"^error: the disk is full in the phase train.*free the disk"):
+            flux.run(arguments)
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*") if path.suffix != ".partial"] == [
+        "checkpoint-1"
+    ]
+    flux.run(arguments)
+    flux.run(flux.command(CATS, tmp_path / "straight", *flags, steps=3))
+    assert_same_lora(tmp_path / "straight", tmp_path / "out")
 
 
 def test_an_earlier_run_in_the_folder_is_set_aside_and_not_lost(case, tmp_path):
