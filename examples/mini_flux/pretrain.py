@@ -242,7 +242,7 @@ def train_autoencoder(work: Path, args: argparse.Namespace) -> AutoencoderKL:
             seconds = (time.monotonic() - began) / len(losses)
             log(work, phase="autoencoder", step=step + 1, seconds_per_step=seconds, loss=sum(losses) / len(losses))
             losses, began = [], time.monotonic()
-    set_statistics(vae.eval(), args.seed)
+    finish_autoencoder(vae.eval(), args.seed)
     return vae
 
 
@@ -261,8 +261,15 @@ def autoencoder_loss(vae: AutoencoderKL, pixels: torch.Tensor, generator: torch.
 
 
 @torch.no_grad()
-def set_statistics(vae: AutoencoderKL, seed: int) -> None:
-    """Set scale and shift so that normalised latents have mean 0 and deviation 1."""
+def finish_autoencoder(vae: AutoencoderKL, seed: int) -> None:
+    """Make its latents certain, and set scale and shift so that normalised ones have mean 0 and deviation 1.
+
+    The transformer learns from the means. Training scripts draw latents from the posterior, which is narrow in FLUX but
+    had a deviation of 0.19 here: a LoRA would have learnt that noise, and drawn it.
+    """
+    convolution = vae.encoder.conv_out  # first the means come out of it, then the logarithms of the variances
+    convolution.weight[LATENT_CHANNELS:] = 0
+    convolution.bias[LATENT_CHANNELS:] = -30
     rng = random.Random(f"{seed}/statistics")
     pixels = to_tensor([scenes.draw_scene(scenes.random_scene(rng)) for _ in range(64)])
     latents = vae.encode(pixels).latent_dist.mean
@@ -549,7 +556,7 @@ def load_pipeline(source: Path, seed: int = 0) -> FluxPipeline:
         own = {key.removeprefix(f"{name}."): t.float() for key, t in weights.items() if key.startswith(f"{name}.")}
         getattr(pipeline, name).load_state_dict(own, strict=False)  # without buffers of positions
         getattr(pipeline, name).eval()
-    set_statistics(pipeline.vae, seed)
+    finish_autoencoder(pipeline.vae, seed)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
