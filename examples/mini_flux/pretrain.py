@@ -264,8 +264,8 @@ def autoencoder_loss(vae: AutoencoderKL, pixels: torch.Tensor, generator: torch.
 def finish_autoencoder(vae: AutoencoderKL, seed: int) -> None:
     """Make its latents certain, and set scale and shift so that normalised ones have mean 0 and deviation 1.
 
-    The transformer learns from the means. Training scripts draw latents from the posterior, which is narrow in FLUX but
-    had a deviation of 0.19 here: a LoRA would have learnt that noise, and drawn it.
+    The transformer learns from the means. Training scripts draw latents from the posterior, which is narrow in FLUX
+    but had a deviation of 0.19 here: a LoRA would learn that noise, and draw it.
     """
     convolution = vae.encoder.conv_out  # first the means come out of it, then the logarithms of the variances
     convolution.weight[LATENT_CHANNELS:] = 0
