@@ -243,6 +243,7 @@ def train_autoencoder(work: Path, args: argparse.Namespace) -> AutoencoderKL:
             log(work, phase="autoencoder", step=step + 1, seconds_per_step=seconds, loss=sum(losses) / len(losses))
             losses, began = [], time.monotonic()
     finish_autoencoder(vae.eval(), args.seed)
+    save_checkpoint(work / "autoencoder.pt", state, args.autoencoder_steps)  # a snapshot is taken from here
     return vae
 
 
