@@ -205,7 +205,7 @@ def prepare(options: argparse.Namespace) -> None:
         with announced(work / "photos" / subject) as folder:
             if folder:
                 folder.mkdir(parents=True)
-                for number, photo in enumerate(scenes.subject_pictures(subject)):
+                for number, photo in enumerate(scenes.subject_photos(subject)):
                     photo.save(folder / f"{number}.png")
     if not (work / "curves.json").exists():
         import select_blocks  # brings both scripts with it
@@ -287,7 +287,7 @@ def prompts_to_draw(options: argparse.Namespace) -> list[tuple[str, str]]:
 @torch.no_grad()
 def held_out_loss(pipeline: FluxPipeline, subject: str) -> float:
     """Flow-matching loss of the full model on five pictures that training never saw, each at eight noise levels."""
-    pictures = scenes.subject_pictures(subject, 5, seed=1)
+    pictures = scenes.subject_pictures(subject)
     latents = pretrain.encode_pictures(pipeline.vae, pictures)
     ids = pretrain.tokenize(pipeline, [PROMPT] * len(pictures))
     models = {name: getattr(pipeline, name) for name in pretrain.TRAINED}
@@ -568,7 +568,7 @@ def draw_grid(options: argparse.Namespace) -> Image.Image:
     files = [name for name, _ in prompts_to_draw(options) if name.endswith("-0")]
     rows = []
     for subject in options.subjects:
-        rows.append((f"{subject}: photos", scenes.subject_pictures(subject)))
+        rows.append((f"{subject}: photos", scenes.subject_photos(subject)))
         for name in names:
             folder = options.work / "cells" / slug(name) / f"{subject}-{options.seeds[0]}"
             if folder.exists():

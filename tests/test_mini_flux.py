@@ -109,6 +109,19 @@ def test_a_subject_has_five_different_pictures_and_others_for_the_test(subject):
     assert sorted(grounds) == sorted(scenes.BACKGROUNDS)
 
 
+@pytest.mark.parametrize("subject", scenes.SUBJECTS)
+def test_every_square_crop_of_a_photo_shows_the_whole_subject(subject):
+    assert len({photo.tobytes() for photo in scenes.subject_photos(subject)}) == 5
+    photos = [photo for seed in range(20) for photo in scenes.subject_photos(subject, seed=seed)]
+    assert {photo.size for photo in photos} == {(192, 128), (128, 192)}
+    for photo in photos:
+        ends = [(0, 0), (photo.width - 128, photo.height - 128)]
+        crops = [photo.crop((left, top, left + 128, top + 128)) for left, top in ends]
+        readings = [scenes.read_picture(crop) for crop in crops]
+        assert len({scenes.figure_cut(crop).size for crop in crops}) == 1
+        assert len({reading.background for reading in readings}) == 1
+
+
 def test_captions_name_what_is_seen():
     scene = scenes.Scene("heart", "red", "night", "left", "small", 0.3, 0.5, 0.3)
     assert scenes.caption(scene) == "a small red heart on night at the left"
